@@ -280,7 +280,7 @@ def main():
                 with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
                     if args.pp > 1:
                         first = [tokens] if 0 in stages else []  # PP: it has the embedding
-                        given = {"rows": tokens, "target": targets, "losses": losses}
+                        given = {"samples": tokens, "target": targets, "losses": losses}
                         schedule.step(*first, **given, return_outputs=False)
                     else:
                         losses = [loss_fn(model(tokens, order), targets)]

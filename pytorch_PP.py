@@ -49,25 +49,25 @@ class Stage(nn.Module):
         for name in self.is_first * model.before + self.is_last * model.after:
             setattr(self, name, getattr(model, name))
 
-    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """From tokens or the previous stage's output to the next stage's input or logits. ``rows``:
-        the tokens, for all stages: packed ones also have positions, which every block needs."""
+    def forward(self, x: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+        """From tokens or the previous stage's output to the next stage's input or logits. All
+        stages get the ``samples``: packed ones also have positions, which every block needs."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half):
-            tokens, positions, places = self.locate(rows, self.order)
+            tokens, positions, places = self.locate(samples, self.order)
             x = self.embed(tokens, positions) if self.is_first else x
             for block in self.blocks:
                 x = block(x, places)
             return self.unembed(x).to(torch.get_default_dtype()) if self.is_last else x
 
 
-def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:
+def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:  # PP, detail: names stay
     """Remove the modules of other ranks from the model. Those that stay keep their names."""
-    kept = {parameter for stage in stages.values() for parameter in stage.parameters()}
+    own = {parameter for stage in stages.values() for parameter in stage.parameters()}
     for number, block in enumerate(model.blocks):
-        if kept.isdisjoint(block.parameters()):
+        if own.isdisjoint(block.parameters()):
             model.blocks[number] = nn.Identity()  # keeps the numbers of later blocks
     for name in {*model.before, *model.after} - {"dropout"}:  # --tie: token and head share one
-        if kept.isdisjoint(getattr(model, name).parameters()):
+        if own.isdisjoint(getattr(model, name).parameters()):
             delattr(model, name)
 
 
@@ -86,7 +86,9 @@ def make_schedule(name, stages, count, microbatches, shapes, loss_fn, device, gr
     )
 
 
-def forward(stages: dict[int, Stage], owners: list[int], shapes, group, tokens, positions=None):
+def forward(  # PP, detail: evaluation
+    stages: dict[int, Stage], owners: list[int], shapes, group, tokens, positions=None
+):
     """Run all stages in order, for evaluation: not every schedule can evaluate. All ranks call it,
     and that of the last stage gets the logits. NCCL connects ranks when they first communicate."""
     x = tokens
@@ -107,10 +109,13 @@ def part_of_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -
     return data.loss(logits, labels) / parts  # PP: of equally large micro-batches
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float, counted_elsewhere: set) -> torch.Tensor:
-    """``nn.utils.clip_grad_norm_`` by the global gradient norm, over all ranks."""
+def clip_grad_norm(  # PP, option: --clip-grad
+    model: nn.Module, max_norm: float, copies: set
+) -> torch.Tensor:
+    """``nn.utils.clip_grad_norm_`` by the global gradient norm, over all ranks. Of ``copies``,
+    another rank counts the gradients."""
     updated = [p for p in model.parameters() if p.grad is not None]
-    own = [p.grad for p in updated if p not in counted_elsewhere]
+    own = [p.grad for p in updated if p not in copies]
     squares = nn.utils.get_total_norm(own).square()
     dist.all_reduce(squares)
     total_norm = squares.sqrt()
@@ -176,11 +181,11 @@ def main():
     loss_fn = partial(part_of_loss, train_set, microbatches)
     schedule = make_schedule(
         args.pipeline_schedule, stages, count, microbatches, shapes, loss_fn, device,
-        group=dist.new_group(),  # PP: its own group
+        group=dist.new_group(),  # PP: evaluation sends in another one
     )  # fmt: skip
-    shared = set()
-    ends = [0, owners[-1]]
-    if args.tie and ends != [0, 0]:  # PP: embedding and head share a matrix, on two ranks
+    shared = set()  # PP, option: parameters on two ranks
+    ends = [0, owners[-1]]  # PP, option: the ranks of the embedding and the head
+    if args.tie and ends != [0, 0]:  # PP, option: these share a matrix, on two ranks
         group = dist.new_group(ends)
         shared = {model.token.weight} if rank in ends else set()
 
@@ -202,9 +207,9 @@ def main():
             # The outermost autocast frees the weights in bfloat16: so micro-batches share a copy.
             with torch.autocast(device.type, enabled=False):
                 schedule.step(
-                    *tokens, rows=inputs, target=labels, losses=losses, return_outputs=False
+                    *tokens, samples=inputs, target=labels, losses=losses, return_outputs=False
                 )
-            for parameter in shared:
+            for parameter in shared:  # PP, option: --tie
                 dist.all_reduce(parameter.grad, group=group)  # PP: sums both ranks' gradients
             if args.clip_grad:
                 run.grad_norm = clip_grad_norm(model, args.clip_grad, shared if rank else set())
@@ -216,12 +221,12 @@ def main():
                 run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
-        run.report(common.evaluate(model, eval_loader, device))  # PP: on every rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
     run.load_best_weights()  # with --eval-every; otherwise the last ones stay
-    gloo = dist.new_group(backend="gloo")  # PP: nccl would gather all weights on rank 0's GPU
+    gloo = dist.new_group(backend="gloo")  # PP, detail: nccl would use rank 0's GPU
     weights = gather_weights(model, gloo)
     if rank == 0:
         common.save_model(args, {name: weights[name] for name in names})

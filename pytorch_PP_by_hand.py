@@ -40,28 +40,29 @@ class Stage(nn.Module):
         for name in self.is_first * model.before + self.is_last * model.after:
             setattr(self, name, getattr(model, name))
 
-    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """From tokens or the previous stage's output to the next input or logits. Rows: tokens."""
-        tokens, positions, places = self.locate(rows)
+    def forward(self, x: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+        """From tokens or the previous stage's output to the next stage's input or logits."""
+        tokens, positions, places = self.locate(samples)
         x = self.embed(tokens, positions) if self.is_first else x
         for block in self.blocks:
             x = block(x, places)
         return self.unembed(x) if self.is_last else x
 
 
-def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:
+def keep_only(stages: dict[int, Stage], model: nn.Module) -> None:  # PP, detail: names stay
     """Remove the modules of other ranks from the model. Those that stay keep their names."""
-    kept = {parameter for stage in stages.values() for parameter in stage.parameters()}
+    own = {parameter for stage in stages.values() for parameter in stage.parameters()}
     for number, block in enumerate(model.blocks):
-        if kept.isdisjoint(block.parameters()):
+        if own.isdisjoint(block.parameters()):
             model.blocks[number] = nn.Identity()  # keeps the numbers of later blocks
     for name in {*model.before, *model.after} - {"dropout"}:  # --tie: token and head share one
-        if kept.isdisjoint(getattr(model, name).parameters()):
+        if own.isdisjoint(getattr(model, name).parameters()):
             delattr(model, name)
 
 
 class Pipe:
-    """This rank's stage, between its neighbours'. ``new(n)``: n rows of what stages send."""
+    """This rank's stage, between its neighbours'. ``new(n)``: a buffer for what a
+    stage sends of n samples."""
 
     def __init__(self, stage: Stage, warmup: int, microbatches: int, new, loss_fn, group):
         self.stage = stage
@@ -72,17 +73,19 @@ class Pipe:
         self.group = group
         self.waiting = deque()
 
-    def exchange(self, direction: int, sent=None, rows: int = 0) -> torch.Tensor | None:
-        """Send to the previous (-1) or the next rank (1) and receive from it, if there is one. Both
-        at once: if both ranks sent first and received then, each would wait for the other."""
+    def exchange(self, direction: int, sent=None, samples: int = 0) -> torch.Tensor | None:
+        """Send to the previous (-1) or the next rank (1), and receive so many samples from it, if
+        there is one. Both at once: if both ranks sent first, each would wait for the other."""
         peer = dist.get_rank(self.group) + direction
         if not 0 <= peer < dist.get_world_size(self.group):
             return None
-        received = self.new(rows) if rows else None
-        both = ((dist.isend, sent), (dist.irecv, received))
-        at = {"group_peer": peer}
-        both = [dist.P2POp(*one, group=self.group, **at) for one in both if one[1] is not None]
-        for work in dist.batch_isend_irecv(both) if both else []:
+        received = self.new(samples) if samples else None
+        operations = []
+        for send_or_receive, tensor in ((dist.isend, sent), (dist.irecv, received)):
+            if tensor is not None:
+                operation = dist.P2POp(send_or_receive, tensor, group=self.group, group_peer=peer)
+                operations.append(operation)
+        for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         return received
 
@@ -107,21 +110,21 @@ class Pipe:
         self.tokens = tokens.chunk(self.parts)
         self.labels = labels.chunk(self.parts)
         self.losses = []
-        rows = len(self.tokens[0])
+        size = len(self.tokens[0])
         last = self.parts - 1
         for i in range(self.warmup):  # by hand: forwards, to fill the pipeline
-            self.exchange(1, self.forward(i, self.exchange(-1, rows=rows)))
-        received = self.exchange(-1, rows=rows * (self.warmup <= last))
+            self.exchange(1, self.forward(i, self.exchange(-1, samples=size)))
+        received = self.exchange(-1, samples=size * (self.warmup <= last))
         for i in range(self.warmup, self.parts):  # by hand: one forward, one backward
-            gradient = self.exchange(1, self.forward(i, received), rows=rows)
-            received = self.exchange(-1, self.backward(gradient), rows=rows * (i < last))
+            gradient = self.exchange(1, self.forward(i, received), samples=size)
+            received = self.exchange(-1, self.backward(gradient), samples=size * (i < last))
         for _ in range(self.warmup):  # by hand: backwards, to empty it
-            self.exchange(-1, self.backward(self.exchange(1, rows=rows)))
+            self.exchange(-1, self.backward(self.exchange(1, samples=size)))
         return self.losses
 
     def evaluate(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Forward of one batch, on all ranks: on the last rank the logits."""
-        received = self.exchange(-1, rows=len(tokens))
+        received = self.exchange(-1, samples=len(tokens))
         output = self.stage(tokens if received is None else received, tokens)
         self.exchange(1, output)
         return output if self.stage.is_last else None
@@ -131,10 +134,13 @@ def part_of_loss(data, parts: int, logits: torch.Tensor, labels: torch.Tensor) -
     return data.loss(logits, labels) / parts  # PP: of equally large micro-batches
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float, counted_elsewhere: set) -> torch.Tensor:
-    """``nn.utils.clip_grad_norm_`` by the global gradient norm, over all ranks."""
+def clip_grad_norm(  # PP, option: --clip-grad
+    model: nn.Module, max_norm: float, copies: set
+) -> torch.Tensor:
+    """``nn.utils.clip_grad_norm_`` by the global gradient norm, over all ranks. Of ``copies``,
+    another rank counts the gradients."""
     updated = [p for p in model.parameters() if p.grad is not None]
-    own = [p.grad for p in updated if p not in counted_elsewhere]
+    own = [p.grad for p in updated if p not in copies]
     squares = nn.utils.get_total_norm(own).square()
     dist.all_reduce(squares)
     total_norm = squares.sqrt()
@@ -193,13 +199,13 @@ def main():
     common.init_weights(args, model, train_set.classes)  # PP: each rank fills its stages
     # by hand: with 1F1B, a rank has as many forwards in advance as there are ranks after it
     warmup = microbatches if args.pipeline_schedule == "gpipe" else world_size - 1 - rank
-    new = lambda rows: torch.empty(rows, args.context, size.width, device=device)  # noqa: E731
+    new = lambda samples: torch.empty(samples, args.context, size.width, device=device)  # noqa: E731
     loss_fn = partial(part_of_loss, train_set, microbatches)
     pipe = Pipe(stages[rank], warmup, microbatches, new, loss_fn, dist.new_group())
     model.forward = pipe.evaluate
-    shared = set()
-    ends = [0, owners[-1]]
-    if args.tie and ends != [0, 0]:  # PP: embedding and head share a matrix, on two ranks
+    shared = set()  # PP, option: parameters on two ranks
+    ends = [0, owners[-1]]  # PP, option: the ranks of the embedding and the head
+    if args.tie and ends != [0, 0]:  # PP, option: these share a matrix, on two ranks
         group = dist.new_group(ends)
         shared = {model.token.weight} if rank in ends else set()
 
@@ -217,7 +223,7 @@ def main():
             optimizer.zero_grad()  # otherwise gradients would accumulate
             # PP: forward and backward of all micro-batches, with the communication between ranks
             losses = pipe.step(inputs, labels)
-            for parameter in shared:
+            for parameter in shared:  # PP, option: --tie
                 dist.all_reduce(parameter.grad, group=group)  # PP: sums both ranks' gradients
             if args.clip_grad:
                 run.grad_norm = clip_grad_norm(model, args.clip_grad, shared if rank else set())
@@ -229,12 +235,12 @@ def main():
                 run.save_then_exit_if_asked(model, optimizer, scheduler)
 
         # 6. Evaluate
-        run.report(common.evaluate(model, eval_loader, device))  # PP: on every rank
+        run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank
         run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
     run.load_best_weights()  # with --eval-every; otherwise the last ones stay
-    gloo = dist.new_group(backend="gloo")  # PP: nccl would gather all weights on rank 0's GPU
+    gloo = dist.new_group(backend="gloo")  # PP, detail: nccl would use rank 0's GPU
     weights = gather_weights(model, gloo)
     if rank == 0:
         common.save_model(args, {name: weights[name] for name in names})

@@ -20,7 +20,7 @@ USUAL |= {"check", "check_packing", "parents_of", "files_of", "end_if"}  # of se
 USUAL |= {"count_cores", "average_and_clip", "full", "rows_of", "total_of"}
 USUAL |= {"parse", "clean", "with_object", "is_learned", "without", "is_same"}  # a line of chat.py
 MARK = re.compile(r"# (right|wrong)")
-OPTION = re.compile(r"# [\w-]+, option: ")  # the tag of a statement that a page leaves out
+OPTION = re.compile(r"# [\w-]+, (?:option|detail): ")  # the tag of what a page leaves out
 RESUMING = re.compile(r"^    (?:if folder|saved = |if files).*?(?=^$|^    model = )", re.M | re.S)
 
 
@@ -125,8 +125,8 @@ def tagged_definitions(hunk: str, tag: str) -> str:
 
 
 def without_options(lines: list[str]) -> list[str]:
-    """The lines of a script without the statements that are tagged as an option in their first
-    line, and without the blank lines below a function of them."""
+    """The lines of a script without the statements that are tagged as an option or a detail in
+    their first line, and without the blank lines below a function of them."""
     left_out = set()
     for node in ast.walk(ast.parse("\n".join(lines))):
         if isinstance(node, ast.stmt) and OPTION.search(lines[node.lineno - 1]):
@@ -200,7 +200,8 @@ def script_block(root: Path, row: Technique) -> str:
     """The tagged hunks below the names of both scripts; of a long diff the tagged lines alone."""
     pair = pair_of(root, row)
     line = f"[{pair.new}]({pair.new}), compared with [{pair.old}]({pair.old}): "
-    options = " Options are left out." if any(map(OPTION.search, pair.new_lines)) else ""
+    left_out = " Options and details are left out."
+    options = left_out if any(map(OPTION.search, pair.new_lines)) else ""
     hunks = tagged_hunks(root, row)
     if 0 < len(hunks) <= LONGEST_SCRIPT:
         return f"{line}what the technique changes.{options}\n\n{fenced('diff', hunks)}"
