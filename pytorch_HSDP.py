@@ -1,16 +1,17 @@
 """Train on several machines with fully_shard, sharded within each and replicated between them.
 
-Differs     from pytorch_FSDP.py: the ranks form a 2-D device mesh. The ranks of a row, by default
-            those of a machine, shard parameters, gradients and optimizer state. The ranks of a
-            column hold the same shard and average its gradients. Lines tagged "# HSDP:".
+Differs     from pytorch_FSDP.py: the ranks form a 2-D device mesh. A shard group, by default the
+            ranks of a machine, shards parameters, gradients and optimizer state. A replica group,
+            one rank of each machine, has the same shard and averages its gradients. Lines tagged
+            "# HSDP:".
 Command:    torchrun --nproc_per_node=4 pytorch_HSDP.py --shard 2
             torchrun --nproc_per_node=4 pytorch_HSDP.py --shard 2 --dtype bfloat16
-Use it      on several machines, when the model fits the GPUs of one machine: all-gathers stay on
-            the fast links within it. Not when it does not: pytorch_FSDP.py shards over all ranks.
-Holds       per parameter, for S ranks in a row: 4/S bytes, 4/S for its gradient, and 4/S (SGD with
-            momentum) or 8/S (AdamW) for the optimizer; and one or two unsharded blocks.
-Sends       per step and rank, 3 * 4 * (S - 1) / S bytes per parameter within a row; and within a
-            column of R ranks an all-reduce of the shard's gradients, 2 * 4/S * (R - 1) / R.
+Use it      on so many machines that the all-gathers of pytorch_FSDP.py are slower than the compute,
+            if the model fits the GPUs of one machine: they stay on the fast links within it.
+Holds       per parameter, for S ranks in a shard group: 4/S bytes, 4/S for its gradient, and 4/S
+            (SGD with momentum) or 8/S (AdamW) for the optimizer; and one or two unsharded blocks.
+Sends       per step and rank, 3 * 4 * (S - 1) / S bytes per parameter in the shard group; and in
+            the replica group of R ranks an all-reduce of the shard's gradients, 2 * 4/S * (R - 1) / R.
 """
 
 import os
@@ -77,8 +78,9 @@ def main():
     # 3. Model
     with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
-    rows = world_size // args.shard  # HSDP: neighbours shard, and rank r + S has what r has
-    mesh = init_device_mesh(device.type, (rows, args.shard), mesh_dim_names=("replicate", "shard"))
+    # HSDP: consecutive ranks, those of a machine, shard; rank r + S has the same shard as rank r
+    dims = (world_size // args.shard, args.shard)
+    mesh = init_device_mesh(device.type, dims, mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
