@@ -79,17 +79,18 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
 def problem(shown: dict, results: dict, links: dict) -> str:
     """How much memory a GPU needs, and how much it has; or how long it computes or sends."""
     why = shown.get("problem")
-    if why in SHOWN:
-        [line, *_] = communication(why, SHOWN[why], results, links).split("\n\n")
-        page = f"docs/techniques/{why}.md#communication"
-        return f"{technique(why).name}, {line} ([Where the numbers are from]({page}).)"
+    before = shown.get("before")  # the page whose technique leaves the problem
+    page = f"docs/techniques/{before}.md" if before else ""
+    if why == "sends":
+        [line, *_] = communication(before, SHOWN[before], results, links).split("\n\n")
+        return f"With {before}, {line} ([Where the numbers are from]({page}#communication).)"
     if why == "time":
         each = alone(shown, results)["step_seconds"]
         line = "An H100 computes a training step of Llama-3-8B with one sequence of "
         line += f"{SIZES['context']:,} tokens in {each:.2f} s. A batch of {GPUS} such sequences "
         line += f"would take {GPUS * each:.1f} s on one GPU."
         return f"{line} ([Where they are from](#communication).)"
-    name = shown.get("beside", shown["front"])
+    name = SHOWN[before]["front"] if before else shown.get("beside", shown["front"])
     found = results["front"]["outputs"][name]["output"][0]
     line = setting(name, shown, found)
     if why == "bytes":
@@ -101,7 +102,7 @@ def problem(shown: dict, results: dict, links: dict) -> str:
     line += f" needs {found['peak'] / 2**30:.1f} GiB at the peak, of which "
     line += f"{state / 2**30:.1f} are parameters, gradients and optimizer state, and "
     line += f"{kinds['activations'] / 2**30:.1f} activations. An H100 has {MEMORY}."
-    return f"{line} ([Where the numbers are from](#memory).)"
+    return f"{line} ([Where the numbers are from]({page}#memory).)"
 
 
 def setting(name: str, shown: dict, found: dict) -> str:

@@ -18,7 +18,7 @@ PAD = 8  # of a panel
 BETWEEN = 16  # between panels
 FILLS = MEMORY | PHASES | {name.replace("_", "-"): tone for name, tone in COLLECTIVES.items()}
 FILLS |= {"batch": MEMORY["input"], "compute": PHASES["forward and backward"]}
-KINDS = "|".join([*sorted(FILLS, key=len, reverse=True), "none", "[#→←↔↓↑↕]"])
+KINDS = "|".join([*sorted(FILLS, key=len, reverse=True), "none", "idle", "[#→←↔↓↑↕]"])
 SIZE = r"(\*(?P<width>[\d.]+))? *(\^(?P<share>[\d.]+))?"
 BOX = re.compile(rf"(?P<kind>{KINDS})?(?P<own>: )?(?P<label>.*?) *{SIZE}")
 NUMBER = re.compile(r"\b\d+\b")
@@ -78,7 +78,7 @@ def lay_out(text: str, words: dict[str, str]) -> tuple[list, list[Box]]:
             placed = []
             for cell, (x, width) in zip(cells, columns(len(cells)), strict=True):
                 placed += place(cell, x + pad, width - 2 * pad, words)
-            filled = any(box.kind in FILLS or box.kind in ("none", "↕") for box in placed)
+            filled = any(box.kind in FILLS or box.kind in ("none", "idle", "↕") for box in placed)
             height = 30 if filled else 20
             for box in placed:
                 top_of_box = y + GAP + height * (1 - box.share)
