@@ -9,20 +9,23 @@ By the name of their block, of a row of techniques.py:
     answer-NAME-1  a folded answer, with figures of recorded runs
     tested-NAME    what the tests compare
 
+report/quoted.json has what others have published, for a page whose technique is not predicted.
+
 report/lessons.json says which rows of results/ a page shows. The texts of the answers are in
 report/answers/NAME.md, with figures as ``{RUN/output/0/peak:.1f GiB}``: a path into
-results/course.json, or into results/front.json if no run of the course has the name; and as
-``{H100/ROW/step_seconds:.2f}``: a row of results/one_gpu.json.
+results/course.json, or into results/front.json if no run of the course has the name; as
+``{H100/ROW/step_seconds:.2f}`` into a row of results/one_gpu.json; as
+``{fit llama3-8b 8 H100/peak:.1f GiB}`` into website/data/fit.json.
 """
 
 import re
 from pathlib import Path
 
-from report.blocks import TABLES, Cell, draw, footer, machine_line
+from report.blocks import TABLES, Cell, draw, footer, machine_line, origin
 from report.front import MEMORY
 from report.results import Unusable, load
 from report.steps import SHOWN
-from techniques import LESSONS, Decoder, Technique, by_dimension, decoder, technique
+from techniques import LESSONS, Decoder, K, Technique, by_dimension, decoder, technique
 
 ANSWERS = Path(__file__).with_name("answers")
 GPUS = 8
@@ -44,6 +47,7 @@ LINKS = {"nvlink4": "NVLink 4", "ib400": "InfiniBand, 400 Gb/s per GPU"}
 NAMES = LINKS | {"pcie4": "PCIe 4.0, 16 lanes"}
 COLLECTIVES = {"allreduce": "all-reduces", "allgather": "all-gathers", "broadcast": "broadcasts"}
 COLLECTIVES |= {"reduce_scatter": "reduce-scatters", "alltoall": "all-to-alls", "send": "sends"}
+WRITTEN = 1e9  # bytes per second
 SMALL = 0.001  # of the bytes of a step: collectives that a sentence leaves out
 NUMBERED = re.compile(r"^## (\d+)\n+(.*?)\s*(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 FOLDED = "<details>\n<summary>Answer</summary>\n\n{}\n\n</details>"
@@ -71,8 +75,9 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
         found[f"worked-{name}"] = worked(name, shown, results["front"])
         if theory_of(name, shown):
             found[f"comm-{name}"] = communication(name, shown, results, links)
+    found |= quotes() | saved()
     for path in sorted(ANSWERS.glob("*.md")):
-        found |= answers(path, results)
+        found |= answers(root, path, results)
     return found
 
 
@@ -188,6 +193,40 @@ def theory_of(name: str, shown: dict) -> dict[str, float]:
     return {kind: each * options["decoder"].whole for kind, each in found.items()}
 
 
+def quotes() -> dict[str, str]:
+    """What others have published about a technique that this repository cannot predict."""
+    found = {}
+    columns = {"run": "{name}", "tokens/s per GPU": "{rate:,.0f}", "reserved GiB": "{memory:.1f}"}
+    for name, quote in load(Path(__file__).with_name("quoted.json")).items():
+        without, using = quote["rows"]
+        faster = using["rate"] / without["rate"] - 1
+        line = f"{quote['setting']}: {without['rate']:,} tokens/s per GPU. With the technique of "
+        line += f"this page it is {faster:.0%} faster. ([Where the numbers are from](#memory).)"
+        found[f"problem-{name}"] = line
+        below = f"{quote['setting']}: published by [{quote['who']}]({quote['source']})"
+        found[f"worked-{name}"] = f"{draw(quote['rows'], columns)}\n\n{below}"
+    return found
+
+
+def saved() -> dict[str, str]:
+    """The bytes of a checkpoint, and the time to write them at a rate that many disks have."""
+    whole = LLAMA.whole * (4 + K["adamw"])
+    one, all_of_them = (whole / WRITTEN / ranks for ranks in (1, GPUS))
+    line = "Llama-3-8B with AdamW in float32: parameters and moments are "
+    line += f"{whole / 1e9:.0f} GB. One rank that writes {WRITTEN / 1e9:.0f} GB/s takes {one:.0f} s, and has to gather them "
+    line += f"first; {GPUS} ranks that write their shards at once take {all_of_them:.0f} s."
+    rows = []
+    for ranks in (1, GPUS, 64):
+        rows.append({"ranks": ranks, "each": whole / ranks, "whole": whole})
+    columns = {"ranks": "{ranks}", "a rank writes GB": "{each:.1f GB}"}
+    columns |= {
+        "--async-save: CPU memory of a rank, GB": "{each:.1f GB}",
+        "all files GB": "{whole:.1f GB}",
+    }
+    below = "Llama-3-8B: 12 bytes per parameter, by the formula in [techniques.py](techniques.py)"
+    return {"problem-checkpoint": line, "worked-checkpoint": f"{draw(rows, columns)}\n\n{below}"}
+
+
 def options_of(shown: dict) -> dict:
     """What the formulas of a technique need to know about the run that a page shows."""
     sizes = {"context": shown["context"]} if "context" in shown else {}
@@ -218,21 +257,27 @@ def alone(shown: dict, results: dict) -> dict:
     return next(row for row in results["one_gpu"]["rows"] if row["name"] == shown["alone"])
 
 
-def answers(path: Path, results: dict) -> dict[str, str]:
+def answers(root: Path, path: Path, results: dict) -> dict[str, str]:
     """The folded answers of a page."""
     course = results["course"]
     gpu = results["one_gpu"]
     measured = {row["name"]: row for row in gpu["rows"]}
-    figures = Answer(results["front"]["outputs"] | course["outputs"] | {"H100": measured})
-    source = footer(course, "course", course["hardware"]["cpu"], [{}])
+    fit = load(root / "website" / "data" / "fit.json")
+    cells = {f"fit {c['model']} {c['gpus']} {c['memory']}": c for c in fit["data"]["cells"]}
+    figures = Answer(results["front"]["outputs"] | course["outputs"] | {"H100": measured} | cells)
+    recorded = footer(course, "course", course["hardware"]["cpu"], [{}])
     on_gpu = footer(gpu, "one_gpu", machine_line(gpu["hardware"], on_cpu=False), [{}])
+    recommended = f"\n\n{origin(fit, 'predicted')}; `python website/make_data.py`; "
+    recommended += "[website/data/fit.json](website/data/fit.json)"
     found = {}
     for number, text in NUMBERED.findall(path.read_text()):
         try:
             filled = figures.vformat(text, (), {})
         except (KeyError, IndexError) as error:
             raise Unusable(f"{path}, answer {number}: no result has {error}") from None
-        below = source + (on_gpu if "{H100/" in text else "")
+        below = recommended if "{fit " in text else recorded
+        if "{H100/" in text:
+            below += on_gpu
         found[f"answer-{path.stem}-{number}"] = FOLDED.format(filled + below)
     return found
 

@@ -192,7 +192,7 @@ def test_theory_on_a_page_is_what_is_predicted(name):
 RUNS = [name for name in RECORDED if "--output-dir" in RECORDED[name]]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith(("state-", "zero-"))])
 def test_recorded_state_is_the_formula(name):
     """Of fp32 and AdamW, but for a few numbers that count steps, and ZeRO's whole tensors."""
     command = RECORDED[name]
