@@ -25,6 +25,8 @@ DATA = {  # what widgets show, by the name that they give it
 }
 # No prose: headings, tables, HTML and quotations; code, links and comments.
 OTHER = r"^```.*?^```|<!--.*?-->|^ *(?:#|\||<|>).*?$|`[^`]*`|!?\[[^\]]*\]\([^)]*\)"
+BUTTONS = "[Start the course](docs/course.md){ .md-button .md-button--primary } "
+BUTTONS += "[Will it fit?](docs/estimate.md){ .md-button }"
 WIDGET = re.compile(r'data-widget="(\w+)"')
 CODE = {"": "text", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sbatch": "bash"}
 CODE |= {".args": "text", ".cff": "yaml", ".toml": "toml", ".txt": "text"}
@@ -81,12 +83,22 @@ def site_name(name: str) -> str:
 def page(root: Path, path: Path, linked: set[str]) -> str:
     """The text of a page with the site's additions, and with links to pages of the site."""
     text = NAVIGATION.sub("", path.read_text(), count=1)
+    if path.parent == root and path.name == "README.md":
+        text = hero(text)
     if path.parent.name == "techniques":
         text = techniques.add_to(root, path, link_terms(root, path, text))
     text += scripts(site_name(path.relative_to(root).as_posix()), WIDGET.findall(text))
     parts = FENCED.split(text)
     parts[::2] = [rewrite_links(root, path, part, linked) for part in parts[::2]]
     return ANSWER.sub(folded, "".join(parts))
+
+
+def hero(text: str) -> str:
+    """The home page: after its first paragraph two buttons, and the picture."""
+    picture = re.search(r"^!\[.*\n+", text, re.MULTILINE)[0]
+    title, first, rest = text.replace(picture, "").split("\n\n", 2)
+    first = re.sub(r" \[中文\]\(.*?\)", "", first)  # the site has a switch
+    return "\n\n".join([title, first, BUTTONS, picture.strip(), rest])
 
 
 def link_terms(root: Path, path: Path, text: str) -> str:

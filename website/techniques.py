@@ -41,7 +41,7 @@ def add_to(root: Path, path: Path, text: str) -> str:
     if "<!-- worked-" in text:
         return "\n\n".join([text[:at].rstrip(), *whole_diffs(rows, chinese), text[at:]])
     parts = [text[:at].rstrip(), *whole_diffs(rows, chinese), *sections(root, rows, chinese)]
-    return "---\nhide: [toc]\n---\n\n" + "\n\n".join(parts) + "\n\n" + text[at:]
+    return "\n\n".join([*parts, text[at:]])
 
 
 def whole_diffs(rows: list[Technique], chinese: bool) -> list[str]:
