@@ -11,7 +11,8 @@ Use it      on so many machines that the all-gathers of pytorch_FSDP.py are slow
 Holds       per parameter, for S ranks in a shard group: 4/S bytes, 4/S for its gradient, and 4/S
             (SGD with momentum) or 8/S (AdamW) for the optimizer; and one or two unsharded blocks.
 Sends       per step and rank, 3 * 4 * (S - 1) / S bytes per parameter in the shard group; and in
-            the replica group of R ranks an all-reduce of the shard's gradients, 2 * 4/S * (R - 1) / R.
+            the replica group of R ranks an all-reduce of the shard's gradients,
+            2 * 4/S * (R - 1) / R.
 """
 
 import os
