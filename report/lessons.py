@@ -46,7 +46,8 @@ QWEN = decoder(**QWEN_SIZES, llama=True)
 LINKS = {"nvlink4": "NVLink 4", "ib400": "InfiniBand, 400 Gb/s per GPU"}
 NAMES = LINKS | {"pcie4": "PCIe 4.0, 16 lanes"}
 COLLECTIVES = {"allreduce": "all-reduces", "allgather": "all-gathers", "broadcast": "broadcasts"}
-COLLECTIVES |= {"reduce_scatter": "reduce-scatters", "alltoall": "all-to-alls", "send": "sends"}
+COLLECTIVES |= {"reduce_scatter": "reduce-scatters", "alltoall": "all-to-alls"}
+COLLECTIVES |= {"send": "messages to neighbours"}
 WRITTEN = 1e9  # bytes per second
 SMALL = 0.001  # of the bytes of a step: collectives that a sentence leaves out
 NUMBERED = re.compile(r"^## (\d+)\n+(.*?)\s*(?=^## |\Z)", re.MULTILINE | re.DOTALL)
