@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import itertools
 import sys
 import weakref
 from collections.abc import Iterator
@@ -105,12 +104,13 @@ class LiveBytes(TorchDispatchMode):
         return highest(self.peaks(without))
 
     def peaks(self, without: tuple[str, ...] = ()) -> list[dict[str, int]]:
-        """The same of each half of each phase of the step. If all blocks are identical,
-        each of these peaks grows by the same amount per block; the overall peak need not."""
+        """The same of each half of each phase of the step, and of the whole evaluation, after which
+        everything is freed. If all blocks are identical, each of these peaks grows by the same
+        amount per block; the overall peak need not."""
         limits = []
-        begins = [begin for begin, _ in self.phases]
-        for begin, end in itertools.pairwise([*begins, len(self.changes)]):
-            limits += [(begin + end) // 2, end]
+        ends = [*self.phases[1:], (len(self.changes), "")]
+        for (begin, name), (end, _) in zip(self.phases, ends, strict=True):
+            limits += [end] if name == "evaluation" else [(begin + end) // 2, end]
         now = collections.Counter()
         total = 0
         found = [(0, {})]  # the highest total of each half, and its kinds

@@ -297,6 +297,15 @@ def test_what_overlaps_is_not_waited_for():
     assert network.waiting(messages, 0.75, links) == pytest.approx((1.0, 1.5))
 
 
+def test_the_evaluation_has_one_peak():
+    """Its second half would begin behind the blocks of a small model, as much is freed after it."""
+    live = LiveBytes()
+    live.kinds = ["activations", "activations"]
+    live.changes = [(0, 4), (0, -4), (1, 6), (1, -6), (0, 1), (0, -1)]
+    live.phases = [(0, "forward"), (2, "evaluation")]
+    assert [sum(peak.values()) for peak in live.peaks()] == [4, 4, 6]
+
+
 def test_messages_between_two_numbers_of_ranks():
     """The same collectives, whose padding grows with the ranks; or one for each rank."""
     few, many = ([Message("allgather", size, n)] for size, n in ((1000, 2), (2022, 1024)))
