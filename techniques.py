@@ -440,7 +440,7 @@ LESSONS = [
         case("--ep 2 --experts 4 --balance bias", 4, 2),
         case(f"--experts 4 {BFLOAT16}", 2, traits="rounds"),
         traits="needs_gpt loaded_alike by_parameter",
-        unsolved="Each technique splits along one dimension; links are fast or slow."),
+        unsolved="Each technique splits one dimension, and the links between machines are slower."),
     row("pytorch_FSDP_TP", "TP", MODEL, *both(mesh, lambda n, o: {"dp_shard": n // o["tp"]}),
         case("--tp 2", 4, 2, traits="estimated"), case("--tp 1", 2, traits="full"),
         case("--tp 2 --sequence-parallel", 4, traits="llama"), case("--tp 3", 3, traits="full"),
