@@ -215,7 +215,8 @@ def saved() -> dict[str, str]:
     one, all_of_them = (whole / WRITTEN / ranks for ranks in (1, GPUS))
     line = "Llama-3-8B with AdamW in float32: parameters and moments are "
     line += f"{whole / 1e9:.0f} GB. One rank that writes {WRITTEN / 1e9:.0f} GB/s takes "
-    line += f"{one:.0f} s, and has to gather them first; {GPUS} ranks that write their shards at once take {all_of_them:.0f} s."
+    line += f"{one:.0f} s, and has to gather them first; {GPUS} ranks that write their shards at "
+    line += f"once take {all_of_them:.0f} s."
     rows = []
     for ranks in (1, GPUS, 64):
         rows.append({"ranks": ranks, "each": whole / ranks, "whole": whole})
