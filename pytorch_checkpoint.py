@@ -31,7 +31,7 @@ GPU = torch.cuda.is_available()  # DCP: pinned memory for the copy, which is kep
 STAGER = DefaultStager(StagingOptions(GPU, False, False, GPU))  # DCP: not before 2.14
 
 
-def whole_checkpoints(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in a folder, newest last. DCP writes `.metadata` last, by a rename."""
     places = (".metadata", "step-*/.metadata", "snapshots/step-*/.metadata")  # DCP: complete
     return [path.parent for place in places for path in sorted(folder.glob(place))]
@@ -48,40 +48,40 @@ def save_then_exit_if_asked(run, model, optimizer, group, writing):
         dist.broadcast(buffer, src=0)
     weights, state = sd.get_state_dict(model, optimizer)  # DCP: this rank's shards
     tensors = {"model": weights, "optimizer": state["state"]}
-    others = run.state_dict() | {"param_groups": state["param_groups"]}
+    run_state = run.state_dict() | {"param_groups": state["param_groups"]}  # DCP: step, epoch, ...
     with run.saving():  # all ranks fail, or none: then --on-save-error decides
         # DCP: separate, as DCP would pickle non-tensors and load any pickle
-        common.together(common.save_file, others, folder / "run.pt", here=rank == 0)
-        kept = {folder, *whole_checkpoints(folder.parent)[-2:]}
-        for old in {*folder.parent.glob("step-*")} - kept if rank == 0 else ():
+        common.together(common.save_file, run_state, folder / "run.pt", here=rank == 0)
+        newest = {folder, *complete_checkpoints(folder.parent)[-2:]}
+        for old in {*folder.parent.glob("step-*")} - newest if rank == 0 else ():
             (old / ".metadata").unlink(missing_ok=True)  # DCP: first, as it was written last
             shutil.rmtree(old)
         if run.args.async_save and not run.ends_now:  # DCP: a future, once shards are copied
             options = {"async_stager": STAGER} if torch.__version__ >= "2.14" else {}
             return dcp.async_save(tensors, checkpoint_id=folder, process_group=group, **options)
         dcp.save(tensors, checkpoint_id=folder, process_group=group)  # DCP: `.metadata` comes last
-    run.exit_if_asked(next(reversed(whole_checkpoints(folder.parent)), None))
+    run.exit_if_asked(next(reversed(complete_checkpoints(folder.parent)), None))
 
 
 def resume_or_exit(run, model, optimizer, scheduler, group) -> None:
     """Resume from the checkpoint that --resume selects, if any. All ranks call it."""
     asked = run.args.resume
-    own = run.args.resume in ("auto", "none")
-    others = None
-    whole = whole_checkpoints(run.store.folder if own else Path(asked))
-    if not (own or whole):
+    of_this_run = asked in ("auto", "none")
+    run_state = None
+    complete = complete_checkpoints(run.store.folder if of_this_run else Path(asked))
+    if not (of_this_run or complete):
         common.fail(f"--resume {asked} has no complete DCP checkpoint; give another, or none")
-    found = [whole[-1] if whole and asked != "none" else None]
+    found = [complete[-1] if complete and asked != "none" else None]
     dist.broadcast_object_list(found, src=0)  # DCP: all ranks take the one that rank 0 sees
     if path := found[0]:
-        others = common.load_file(path / "run.pt", "--resume")
-        run.store.check(path, others)  # same model, data and batch size
+        run_state = common.load_file(path / "run.pt", "--resume")
+        run.store.check(path, run_state)  # same model, data and batch size
         weights, state = sd.get_state_dict(model, optimizer)
         tensors = {"model": weights, "optimizer": state["state"]}  # DCP: for these keys, each rank
         dcp.load(tensors, checkpoint_id=path, process_group=group)  # DCP: reads its shards
-        state["param_groups"] = others["param_groups"]
+        state["param_groups"] = run_state["param_groups"]
         sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    run.start(model, optimizer, scheduler, others)
+    run.start(model, optimizer, scheduler, run_state)
 
 
 @record  # torchrun: shows the traceback of the rank that failed first
