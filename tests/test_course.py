@@ -17,16 +17,9 @@ from website import pages as site_pages
 PARTS_OF_A_PAGE = ("The problem", "The idea", "One step, step by step", "Memory", "Communication")
 PARTS_OF_A_PAGE += ("Predict, then run", "The code", "When to use it", "What goes wrong")
 PARTS_OF_A_PAGE += ("Takeaway", "What is still unsolved", "Sources")
-# Pages of the line of reading that lack some of them: this list only becomes shorter.
-LACKING = (
-    "CP DDP_ZeRO DDP_by_hand EP FSDP_TP FSDP_offload HSDP ND_parallel PP PP_by_hand TP".split()
-)
-LACKING += "TP_by_hand activation_checkpointing auto_mixed_precision checkpoint compile".split()
-LACKING += ["gradient_accumulation"]
 ORDER = pages.pages_of_parts(ROOT)
 LINE = [page for part in PARTS for page in ORDER[part]]
 PAGES = [ROOT / "docs" / page for page in LINE if page.startswith("techniques/")]
-TEACHING = [page for page in PAGES if page.stem not in LACKING]
 SHELVED = [ROOT / "docs" / page for page in ORDER[SHELF] if page.startswith("techniques/")]
 ASKING = [page for page in SHELVED if "## Predict, then run" in page.read_text()]
 START = ROOT / "docs/start.md"  # a lesson of its own, without a technique
@@ -78,17 +71,10 @@ def lacks(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_of_the_course_teaches(page):
     missing = lacks(page)
-    if page.stem in LACKING:
-        assert missing, f"{page.name} has all its parts: take it off LACKING"
-    else:
-        assert not missing, f"{page.name} lacks " + "; ".join(missing)
+    assert not missing, f"{page.name} lacks " + "; ".join(missing)
 
 
-def test_pages_that_do_not_teach_become_fewer():
-    assert {*LACKING} <= {page.stem for page in PAGES} and len(LACKING) <= 17
-
-
-@pytest.mark.parametrize("page", [START, *TEACHING, *ASKING], ids=name_of)
+@pytest.mark.parametrize("page", [START, *PAGES, *ASKING], ids=name_of)
 def test_figures_are_written_by_programs(page):
     """A measured size or time in a sentence would stay when the measurement changes."""
     for section in sections(page).values():
@@ -96,7 +82,7 @@ def test_figures_are_written_by_programs(page):
         assert not re.findall(r"\d[\d.,]* ?(?:GiB|GB|MiB|MB|kB|ms|s|%)(?!\w)", prose)
 
 
-@pytest.mark.parametrize("page", [START, *TEACHING, *ASKING], ids=name_of)
+@pytest.mark.parametrize("page", [START, *PAGES, *ASKING], ids=name_of)
 def test_commands_of_questions_are_recorded(page):
     """Their figures are in the answers."""
     text = page.read_text()
@@ -220,7 +206,7 @@ def test_a_question_has_the_answer_that_is_recorded(name, tmp_path):
     assert result["eval_loss"] == pytest.approx(expected, abs=2e-3)
 
 
-@pytest.mark.parametrize("page", TEACHING, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_answers_are_folded_on_the_site(page):
     text = site_pages.page(ROOT, page, set())
     answers = len(re.findall(r"^<!-- answer-", text, re.MULTILINE))
