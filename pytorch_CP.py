@@ -147,7 +147,7 @@ class OwnPositions(nn.Module):
         return self.model(*(attention.shard(t, group=self.group) for t in (tokens, positions)))
 
 
-def check(args, world_size: int) -> None:  # CP, option: of invalid flags
+def check(args, world_size: int) -> None:  # CP, detail: rejects invalid flags
     """Check that positions and heads can be divided among the ranks."""
     heads = size_of(args).kv_heads
     chunks = 2 * world_size
@@ -189,7 +189,7 @@ def main():
     )
     rank = dist.get_rank()  # DDP: from 0 to world_size - 1
     world_size = dist.get_world_size()
-    check(args, world_size)  # CP, option: of invalid flags
+    check(args, world_size)  # CP, detail: rejects invalid flags
     common.announce(args, device, readers=1)  # CP: all ranks read the whole batch
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 

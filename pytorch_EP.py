@@ -35,7 +35,7 @@ from jobs.language_models import size_of
 from jobs.model_parts import batch_norms, units_of
 from parallel.mesh import check_experts
 
-ADVICE = "torch.distributed.tensor._redistribute"  # EP, option: to flatten mesh dimensions
+ADVICE = "torch.distributed.tensor._redistribute"  # EP, detail: it advises to flatten a mesh
 
 
 class Exchange(torch.autograd.Function):
@@ -133,9 +133,9 @@ def main():
     rank = dist.get_rank()  # DDP: from 0 to world_size - 1
     world_size = dist.get_world_size()
     ep = args.ep or world_size  # EP: so many ranks have all experts of a block together
-    check_experts(args, size_of(args), ep, world_size)  # EP, option: of invalid flags
+    check_experts(args, size_of(args), ep, world_size)  # EP, detail: rejects invalid flags
     common.announce(args, device)
-    logging.getLogger(ADVICE).setLevel(logging.ERROR)  # EP, option: hides it
+    logging.getLogger(ADVICE).setLevel(logging.ERROR)  # EP, detail: hides the advice
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
 
     # 2. Data

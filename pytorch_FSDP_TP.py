@@ -194,7 +194,7 @@ def main():
         model.train()
         for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
+            with loss_parallel():  # TP, option: of logits that --sequence-parallel shards
                 logits = model(inputs).to(torch.get_default_dtype())
                 loss = train_set.loss(logits, labels)
                 loss.backward()  # 2-D: reduce-scatters the gradients across the groups

@@ -72,7 +72,7 @@ class CommonWeights:
         if self.state:
             anchor = self.state["weights"]  # local: what all ranks had after the last sync
             momentum = self.state["momentum"]
-            outer_gradient = anchor - common_weights  # local: where the ranks' steps have led to
+            outer_gradient = anchor - common_weights  # local: against the ranks' way, as a gradient
             momentum.mul_(self.momentum).add_(outer_gradient)
             step = outer_gradient.add_(momentum, alpha=self.momentum)  # local: Nesterov's
             common_weights = anchor.sub_(step, alpha=self.lr)

@@ -60,9 +60,9 @@ def recompute(blocks: nn.ModuleList, selective: bool) -> None:
         block.forward = wrap(block.forward)
 
 
-def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, table, dtype) -> None:
+def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, mesh_2d, dtype) -> None:
     """Apply FSDP to this rank's tensor-parallel shards, block by block: see pytorch_FSDP.py; and to
-    experts on the mesh ``table``, if there is one: see pytorch_EP.py."""
+    experts on the mesh ``mesh_2d``, if there is one: see pytorch_EP.py."""
     dims = ("replicate", "shard") if args.dp_replicate > 1 else "shard"
     options = {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)}
     if args.offload:  # pinned memory is copied asynchronously
@@ -70,9 +70,9 @@ def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, table, dtype) -> 
     often = options | {"reshard_after_forward": args.reshard_after_forward}
     for stage in stages:
         blocks = list(stage.blocks)
-        experts = [[block.mlp.experts] if table else [] for block in blocks]
+        experts = [[block.mlp.experts] if mesh_2d else [] for block in blocks]
         for own in sum(experts, []):
-            fully_shard(own, mesh=table[dims], shard_placement_fn=own.width_dim, **often)
+            fully_shard(own, mesh=mesh_2d[dims], shard_placement_fn=own.width_dim, **often)
         for unit in units_of(stage):
             fully_shard(unit, mesh=mesh[dims], **often)
         fully_shard(stage, mesh=mesh[dims], **options)
@@ -105,10 +105,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, tied: set) -> to
     for p in model.parameters():
         if p.grad is not None:
             by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    counted_elsewhere = tied if dist.get_rank(pipeline) else set()
+    copies = tied if dist.get_rank(pipeline) else set()
     norms = []
     for group in by_mesh.values():
-        gradients = [p.grad for p in group if p not in counted_elsewhere]
+        gradients = [p.grad for p in group if p not in copies]
         if gradients:
             norms.append(common.whole(nn.utils.get_total_norm(gradients)))
     squares = torch.stack(norms).square().sum()
@@ -119,11 +119,11 @@ def clip_grad_norm(model: nn.Module, max_norm: float, pipeline, tied: set) -> to
     return total_norm
 
 
-def apply_techniques(args, model: nn.Module, mesh, table, cp, owners, order, dtype) -> dict:
+def apply_techniques(args, model: nn.Module, mesh, mesh_2d, cp, owners, order, dtype) -> dict:
     """Apply the techniques to ``model`` on the meta device, and return this rank's stages of it.
 
     Args:
-        table: the mesh of the experts, or None.
+        mesh_2d: the mesh of the experts, or None.
         cp: the group of ranks that share a sequence, or None.
         owners: the pipeline rank of each stage.
         order: this rank's positions in a sequence, or None.
@@ -132,8 +132,8 @@ def apply_techniques(args, model: nn.Module, mesh, table, cp, owners, order, dty
     if cp:  # ND: replaces a function, and does not depend on the parameters
         for block in model.blocks:
             block.attention.attend = ATTENTIONS[args.attention](cp)
-    if table:  # ND: cuts experts by all dimensions but FSDP's; tp leaves them alone
-        distribute_experts(model, table["ep", "tp"] if args.tp > 1 else table["ep"])
+    if mesh_2d:  # ND: cuts experts by all dimensions but FSDP's; tp leaves them alone
+        distribute_experts(model, mesh_2d["ep", "tp"] if args.tp > 1 else mesh_2d["ep"])
     if args.tp > 1:  # ND: finds modules by their names, and cuts whole parameters
         parallelize(model, mesh["tp"], args.sequence_parallel)
     if args.ac != "none":  # ND: recomputes the collectives of tp and cp, too
@@ -148,7 +148,7 @@ def apply_techniques(args, model: nn.Module, mesh, table, cp, owners, order, dty
         stages = {n: Stage(model, n, of, order) for n in own}
         keep_only(stages, model)
     if mesh["replicate"].size() * mesh["shard"].size() > 1 or dtype or args.offload:
-        shard(args, stages.values(), mesh, table, dtype)  # ND: last, to gather before all else
+        shard(args, stages.values(), mesh, mesh_2d, dtype)  # ND: last, to gather before all else
     return stages
 
 
@@ -222,13 +222,13 @@ def main():
         model = common.make_model(args, train_set.classes, channels_last=False)
     names = list(model.state_dict())
     order = attention.shard(torch.arange(args.context, device=device), group=cp) if cp else None
-    table = None
+    mesh_2d = None
     if args.ep > 1:  # EP: a second mesh, which splits shard: ep ranks have different experts
         sizes = *sizes[:2], args.dp_shard * args.cp // args.ep, args.ep, args.tp
         dims = "pp", "replicate", "shard", "ep", "tp"
-        table = init_device_mesh(device.type, sizes, mesh_dim_names=dims)
+        mesh_2d = init_device_mesh(device.type, sizes, mesh_dim_names=dims)
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
-    stages = apply_techniques(args, model, mesh, table, cp, owners, order, dtype)
+    stages = apply_techniques(args, model, mesh, mesh_2d, cp, owners, order, dtype)
     if args.tie and args.pp > 1:  # ND: one matrix in two stages; FSDP has replaced one
         tie_again(model, stages.values())
     model.to_empty(device="cpu" if args.offload else device)  # ND: memory for this rank's shards
@@ -277,7 +277,7 @@ def main():
             inputs_of = inputs.chunk(args.accumulate)
             labels_of = labels.chunk(args.accumulate)
             for tokens, targets in zip(inputs_of, labels_of, strict=True):
-                with loss_parallel():  # TP: if the vocabulary is sharded over the ranks
+                with loss_parallel():  # TP, option: of logits that --sequence-parallel shards
                     if args.pp > 1:
                         first = [tokens] if 0 in stages else []  # PP: it has the embedding
                         given = {"samples": tokens, "target": targets, "losses": losses}
@@ -287,7 +287,7 @@ def main():
                         losses[0].backward()  # FSDP: reduce-scatters each block's gradients
                 for part in losses:  # ND: empty on ranks without the last stage
                     loss = loss + args.pp * part.detach()  # ND: the mean over ranks is exact
-            add_up_gradients(model)  # TP: those of norms and routers, over the ranks
+            add_up_gradients(model)  # TP, option: of norms and routers, over the ranks
             for parameter in tied:
                 gradient = parameter.grad
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

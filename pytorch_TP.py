@@ -182,7 +182,7 @@ def main():
         model.train()
         for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            with loss_parallel():  # TP: the loss of logits that --sequence-parallel shards
+            with loss_parallel():  # TP, option: of logits that --sequence-parallel shards
                 logits = model(inputs).to(torch.get_default_dtype())
                 loss = train_set.loss(logits, labels)
                 loss.backward()  # TP: gradients of this rank's shards are complete
