@@ -47,15 +47,15 @@ BUDGETS = {
     "parallel": 490,
     "libraries": 730,
     "jobs": 2100,
-    "report": 1155,
+    "report": 1290,
     "estimator": 2410,
     "inference": 370,
     "exercises": 1375,
-    "website": 585,
-    "measure": 1730,
+    "website": 592,
+    "measure": 1740,
     "tests": 10020,
     "common.py": 230,
-    "techniques.py": 350,
+    "techniques.py": 352,
 }
 # Statements that say more than one thing, per 100 lines: they may only become fewer.
 DENSE = dict.fromkeys((*ROOMS, "examples", "lessons", "tests"), 0.6)
