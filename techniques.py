@@ -461,7 +461,7 @@ LESSONS = [
     row("pytorch_checkpoint", "FSDP", USE, *FSDP, case("", 2, 3),
         case("--async-save", 2, traits="stopped"), traits="loaded_alike own_files",
         unpredicted="its step takes what FSDP's takes",
-        unsolved="Machines have to find each other."),
+        unsolved="The ranks of a large run are on several machines."),
     row("pytorch_comm_hooks", "torchrun_DDP", SHELF, replicated,
         lambda n, o: None if o["comm_hook"] == "powersgd" else {"allreduce": 4 * others(n)},
         case("--comm-hook bf16", 2, 4, traits="estimated"),
