@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from exercises.judge.one_gpu import kept_numbers
+from exercises.judge.one_gpu import kept_numbers, saved_tensors
 from exercises.judge.verdict import Finding, compare, expect
 
 OWN = "is this rank's own gradient: nothing was averaged"
@@ -181,12 +181,13 @@ def fsdp(answer) -> Iterator[Finding]:
     padded = {"still has the padding": F.pad(weight, (0, 0, 0, -5 % n))}
     yield compare("what gather() returns", answer.gather(shard.detach(), 5), weight, padded)
     x = own(batch).clone().requires_grad_()
-    with kept_numbers() as kept:
+    with saved_tensors() as saved:
         output = answer.Layer.apply(x, shard, 5)
     yield compare("the output", output, own(batch) @ weight.T)
     most = x.numel() + shard.numel()
-    why = f"keeps {sum(kept)} numbers, x and shard have {most}: gather again in backward"
-    yield expect("forward()", sum(kept) <= most, why)
+    kept = kept_numbers(output, saved)
+    why = f"keeps {kept} numbers, x and shard have {most}: gather again in backward"
+    yield expect("forward()", kept <= most, why)
     (output * own(targets)).sum().backward()
     yield compare("the gradient of the input", x.grad, own(targets) @ weight)
     mine = shard_of(own(targets).T @ own(batch))
