@@ -2,6 +2,7 @@
 every rank; the reference is computed there, too. Nothing may end early: ranks would wait."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -95,7 +96,7 @@ def sequence_parallel(answer) -> Iterator[Finding]:
 
 def pipeline(answer) -> Iterator[Finding]:
     for stages, parts in ((2, 4), (4, 8), (4, 2), (3, 3), (1, 3)):
-        orders = [list(answer.order(stage, stages, parts)) for stage in range(stages)]
+        orders = [list(map(tuple, answer.order(stage, stages, parts))) for stage in range(stages)]
         yield judge_schedule(orders, parts)
 
 
@@ -103,11 +104,15 @@ def judge_schedule(orders: list[list], parts: int) -> Finding:
     """A schedule of all stages: complete, without a deadlock, and with 1F1B's memory and time."""
     stages = len(orders)
     what = f"the schedule of {stages} stages and {parts} micro-batches:"
-    everything = {(kind, i) for kind in "FB" for i in range(parts)}
+    everything = Counter((kind, i) for kind in "FB" for i in range(parts))
     for stage, actions in enumerate(orders):
-        wrong = sorted(everything.symmetric_difference(actions)) or actions[len(everything) :]
+        excess = Counter(actions) - everything
+        missing = everything - Counter(actions)
+        wrong = sorted(excess | missing, key=str)  # may be of types that have no order
         if wrong:
-            word = "should not have" if wrong[0] in actions else "lacks"
+            word = "should not have"
+            if wrong[0] in everything:
+                word = "repeats" if wrong[0] in excess else "lacks"
             return Finding(what, f"stage {stage} {word} {wrong[0]}")
     ends = finish_times(orders)
     for stage, actions in enumerate(orders):
@@ -163,8 +168,11 @@ def ring(answer) -> Iterator[Finding]:
         yield compare(f"the output of merge() of {scores}", out, expected, guesses)
         yield compare(f"the log of merge() of {scores}", log, sums)
     nothing = torch.zeros_like(first[0]), torch.full_like(first[1], -torch.inf)
-    out, _ = answer.merge(*nothing, *second)
-    yield compare("the output of merge() with a block that no query sees", out, second[0])
+    for place, blocks in (("first", (nothing, second)), ("second", (second, nothing))):
+        out, log = answer.merge(*blocks[0], *blocks[1])
+        of = f"of merge() with a {place} block that no query sees"
+        yield compare(f"the output {of}", out, second[0])
+        yield compare(f"the log {of}", log, second[1])
     mine = [own(tensor, 1).detach() for tensor in (q, k, v)]
     found = answer.ring_attention(*mine)
     twice = torch.cat([k, mine[1]], 1), torch.cat([v, mine[2]], 1)
