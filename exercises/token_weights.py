@@ -23,7 +23,7 @@ def accumulate(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> 
             count. Every rank has equally many micro-batches, for one backward each.
 
     Hints: ``F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")`` is 0 if no
-    label counts; a mean would be 0 / 0. The number of labels on all ranks is known before the
-    first forward.
+    label counts; a mean would be NaN, with a gradient of 0. The number of labels on all ranks is
+    known before the first forward.
     """
     raise NotImplementedError("accumulate() divides sums of losses by the number of all labels")

@@ -136,12 +136,12 @@ def token_weights(answer) -> Iterator[Finding]:
     labels = torch.where(torch.arange(9) < lengths, tokens.roll(-1, 3), -100)
     counts = (labels >= 0).sum((2, 3)).double()
 
-    def weighed(weights: Tensor) -> Tensor:
-        """The gradient of the head if losses of rank and micro-batch have these weights."""
+    def weighed(weights: Tensor) -> tuple[Tensor, ...]:
+        """All gradients if losses of rank and micro-batch have these weights."""
         logits = model(tokens).flatten(0, 3)
         losses = F.cross_entropy(logits, labels.flatten(), reduction="none").view_as(labels)
         loss = (losses.sum((2, 3)) * weights).sum()
-        return torch.autograd.grad(loss, model[1].weight)[0]
+        return torch.autograd.grad(loss, list(model.parameters()))
 
     of_rank = counts.sum(1, keepdim=True)
     means = (1 / counts).nan_to_num(posinf=0)
@@ -156,7 +156,10 @@ def token_weights(answer) -> Iterator[Finding]:
     }  # fmt: skip
     answer.accumulate(model, list(zip(tokens[rank], labels[rank], strict=True)))
     guesses = {why: weighed(weights) for why, weights in guesses.items()}
-    yield compare("the gradient", model[1].weight.grad, weighed(1 / counts.sum()), guesses)
+    expected = weighed(1 / counts.sum())
+    for number, (name, p) in enumerate(model.named_parameters()):
+        of_mistakes = {why: gradients[number] for why, gradients in guesses.items()}
+        yield compare(f"the gradient of {name}", p.grad, expected[number], of_mistakes)
 
 
 def zero(answer) -> Iterator[Finding]:
@@ -268,18 +271,25 @@ def three_mistakes(answer) -> Iterator[Finding]:
     inputs, targets = make_batch(14)
     found = make_model()
     answer.train(found, inputs, targets, 2)
+
+    def trained(text: str) -> Tensor:
+        """The weights after the loop of a text."""
+        variant = {}
+        exec(text, variant)
+        model = make_model()
+        variant["train"](model, inputs, targets, 2)
+        return flat(model.parameters())
+
     weights = []
     for kept in sorted(itertools.product((False, True), repeat=3), key=sum):
         seen = list(itertools.compress(MISTAKES, kept))
         text = SOLUTION
         for right, wrong in itertools.chain(*(MISTAKES[name].items() for name in seen)):
             text = text.replace(right, wrong)
-        variant = {}
-        exec(text, variant)
-        model = make_model()
-        variant["train"](model, inputs, targets, 2)
         left = f"{len(seen)} mistake{'s' if len(seen) > 1 else ''} left"
         why = f"has {left} that can be seen here; one: {''.join(seen[:1])}"
-        weights.append((why, flat(model.parameters())))
+        weights.append((why, trained(text)))
+    why = "has seen another order than the loop has on one rank: keep 100 * epoch"
+    weights.append((why, trained(SOLUTION.replace("100 * epoch", "epoch"))))
     (_, expected), *guesses = weights  # the first is without a mistake
     yield compare("the trained model", flat(found.parameters()), expected, guesses)
