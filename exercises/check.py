@@ -77,7 +77,12 @@ def show_all(folder: Path, patience: float) -> bool:
         state = NOT_BEGUN if said.startswith(NOT_BEGUN) else "not right yet"
         title = (HERE / f"{name}.py").read_text().splitlines()[0].strip('"')
         print(f"{'done' if is_right else state:14} {name:18} {title}", flush=True)
-    following = f" Next: write exercises/{left[0]}.py" if left else ""
+    following = ""
+    if left:
+        path = folder / f"{left[0]}.py"
+        here = Path.cwd()
+        path = path.relative_to(here) if path.is_relative_to(here) else path
+        following = f" Next: write {path}"
     print(f"{len(EXERCISES) - len(left)} of {len(EXERCISES)} done.{following}")
     return not left
 

@@ -25,7 +25,7 @@ from hangs.recorder import account_of, locate, read_recorder
 
 LIMIT = 6  # a rank that computes is given up after so many times the patience
 ANSWER = 60  # seconds that a rank has to say where it is
-GRACE = 0.5  # seconds after an error, in which other ranks may report theirs
+GRACE = 0.5  # seconds after an error, in which other ranks may report theirs; between two questions
 
 
 class Outcome(NamedTuple):
@@ -65,6 +65,7 @@ def work(task, place: tuple[int, int], script: Path, folder: Path, pipe, inherit
     rank, ranks = place
     for other in inherited:
         other.close()  # else the rank would not notice that the judge is gone
+    sys.stdout.reconfigure(line_buffering=True)  # the judge kills this process
     sys.stderr = open(folder / f"stderr-{rank}", "w")
     os.dup2(sys.stderr.fileno(), 2)  # gloo prints there before it aborts
     faulthandler.enable(sys.stderr)
@@ -109,8 +110,10 @@ def describe(error: BaseException, script: Path) -> tuple[str, str]:
     """How a rank has ended, and the learner's own line with the first line of the message."""
     message = next(iter(str(error).splitlines()), "")
     message = re.sub(r"^(\[.*?\]:? ?)+", "", message)  # gloo's source lines
-    own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(script)]
-    if isinstance(error, NotImplementedError) and own:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == str(script)]
+    is_raised = own and own[-1] is frames[-1] and own[-1].line.startswith("raise")
+    if isinstance(error, NotImplementedError) and is_raised:  # and not in PyTorch
         return TO_WRITE, f"{script.name}, line {own[-1].lineno}: {message}"
     if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "") == "answer":
         return TO_WRITE, f"{script.name} does not define {error.name}()"
@@ -121,14 +124,16 @@ def describe(error: BaseException, script: Path) -> tuple[str, str]:
 
 
 def collect(pipes: list[Connection], script: Path, folder: Path, patience: float) -> Outcome:
-    """Wait for what all ranks have found; or say why that does not come."""
+    """Wait for what all ranks have found; or say why that does not come. Ranks that all wait hang
+    if they still do so, in the same calls, when they are asked again."""
     deadline = time.monotonic() + LIMIT * patience
     heard = {}  # by rank, its report
     end = "", ""
+    before = {}  # where all ranks waited at the last question
     while len(heard) < len(pipes) and not any(end):
         left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in heard}
         failed = any(report["end"] for report in heard.values())
-        ready = wait(list(left), GRACE if failed else patience)
+        ready = wait(list(left), GRACE if failed or before else patience)
         if failed and not ready:
             break
         accounts = {}
@@ -138,9 +143,16 @@ def collect(pipes: list[Connection], script: Path, folder: Path, patience: float
                     pipe.send("where")
             message = hear(pipe, left[pipe], script, folder)
             (heard if "findings" in message else accounts)[left[pipe]] = message
-        late = time.monotonic() > deadline
-        if len(accounts) == len(left) and (late or all(a["waits"] for a in accounts.values())):
-            end = explain(accounts, sorted(heard))
+        asked_before = before
+        before = {}
+        if len(accounts) == len(left):
+            if all(account["waits"] for account in accounts.values()):
+                before = {rank: progress(account) for rank, account in accounts.items()}
+            late = time.monotonic() > deadline
+            if before and before == asked_before:
+                end = "hangs", explain(accounts, sorted(heard))
+            elif late and (asked_before or not before):
+                end = "does not end", explain(accounts, sorted(heard))
     ends = [(r["end"], f"rank {rank}, {r['error']}") for rank, r in heard.items() if r["end"]]
     end = min(ends, default=end)  # "aborts" comes first: other ranks fail because of it
     return Outcome({rank: report["findings"] for rank, report in heard.items()}, *end)
@@ -160,7 +172,13 @@ def hear(pipe: Connection, rank: int, script: Path, folder: Path) -> dict:
     return {"findings": [], "end": "aborts", "error": error}
 
 
-def explain(accounts: dict[int, dict], left: list[int]) -> tuple[str, str]:
+def progress(account: dict) -> tuple:
+    """What stays the same while a rank hangs."""
+    numbers = [call["number"] for call in account["calls"]]
+    return numbers, account["message"], account["line"]
+
+
+def explain(accounts: dict[int, dict], left: list[int]) -> str:
     """Who waits where, while others have left."""
     answers = accounts | {rank: "it has left" for rank in left}
     first = diagnose(dict(sorted(answers.items())))[0]
@@ -168,8 +186,7 @@ def explain(accounts: dict[int, dict], left: list[int]) -> tuple[str, str]:
     has = "has" if len(left) == 1 else "have"
     gone = f" while {names(left)} {has} left" if left else ""
     reason = f"; {first}" if "differs" in first else ""
-    verb = "hangs" if all(a["waits"] for a in accounts.values()) else "does not end"
-    return verb, f"{', '.join(places)}{gone}{reason}"
+    return f"{', '.join(places)}{gone}{reason}"
 
 
 def where(account: dict) -> str:
