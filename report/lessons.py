@@ -3,7 +3,8 @@
 By the name of their block, of a row of techniques.py:
 
     problem-NAME   the peak of the technique that the page begins with, or the time of one GPU, or
-                   the bytes that a rank sends with this technique or that of another page
+                   the bytes that a rank sends with this technique or that of another page, or the
+                   least tokens of a step, or the state of a larger model
     worked-NAME    GiB per GPU of a model, beside the technique that the page begins with
     comm-NAME      the bytes that a rank sends, and how long they take on two links
     answer-NAME-1  a folded answer, with figures of recorded runs
@@ -43,6 +44,10 @@ LLAMA = llama(GPUS)  # one sequence per GPU
 QWEN_SIZES = {"layers": 48, "width": 2048, "tokens": 151_936, "context": 8192, "batch": GPUS}
 QWEN_SIZES |= {"heads": 2, "kv": 1 / 8, "mlp": 3 * 2048 * 768, "experts": 128, "top_k": 8}
 QWEN = decoder(**QWEN_SIZES, llama=True)
+LARGE = {"layers": 80, "width": 8192, "tokens": 128_256, "context": 8192, "batch": GPUS}
+LARGE |= {"kv": 1 / 8, "mlp": 3 * 8192 * 28_672}
+LLAMA_70B = decoder(**LARGE, llama=True)
+MANY = 1024  # GPUs, for which a batch of one sequence each is large
 LINKS = {"nvlink4": "NVLink 4", "ib400": "InfiniBand, 400 Gb/s per GPU"}
 NAMES = LINKS | {"pcie4": "PCIe 4.0, 16 lanes"}
 COLLECTIVES = {"allreduce": "all-reduces", "allgather": "all-gathers", "broadcast": "broadcasts"}
@@ -96,13 +101,24 @@ def problem(shown: dict, results: dict, links: dict) -> str:
         line += f"{SIZES['context']:,} tokens in {each:.2f} s. A batch of {GPUS} such sequences "
         line += f"would take {GPUS * each:.1f} s on one GPU."
         return f"{line} ([Where they are from](#communication).)"
+    if why == "batch":
+        least = MANY * SIZES["context"]
+        line = f"Llama-3-8B with FSDP on {MANY:,} GPUs: with one sequence of {SIZES['context']:,} "
+        line += f"tokens per GPU, a step takes at least {least / 1e6:.1f} million tokens. If groups "
+        return line + f"of {GPUS} GPUs share a sequence, it takes {least / GPUS / 1e6:.1f} million."
+    if why == "state":
+        each = 8 + K["adamw"]
+        line = f"Llama-3-70B with AdamW: {each} bytes for each of {LLAMA_70B.whole / 1e9:.1f} "
+        line += f"billion parameters are {each * LLAMA_70B.whole / 1e9:,.0f} GB of parameters, "
+        line += f"gradients and optimizer state. The {GPUS} H100 of a machine have "
+        return line + f"{GPUS * MEMORY * 2**30 / 1e9:,.0f} GB together."
     name = SHOWN[before]["front"] if before else shown.get("beside", shown["front"])
     found = results["front"]["outputs"][name]["output"][0]
     line = setting(name, shown, found)
     if why == "bytes":
         times = [time_of({"all": found["sent"]}, links, link) for link in LINKS]
         line += f" sends {found['sent'] / 1e9:.1f} GB per step: {', '.join(times)}"
-        return f"{line}{compute(shown, results)}. ([Where they are from](#communication).)"
+        return f"{line}. ([Where they are from](#communication).)"
     kinds = found["kinds"]
     state = sum(kinds[kind] for kind in ("parameters", "gradients", "optimizer"))
     line += f" needs {found['peak'] / 2**30:.1f} GiB at the peak, of which "
@@ -162,7 +178,11 @@ def communication(name: str, shown: dict, results: dict, links: dict) -> str:
         times = [time_of(sent, links, link) for link in LINKS]
         said = f"{bytes_of(sent, ' per step')}: {', '.join(times)}"
     model, _ = model_and_row(shown["front"])
-    line = f"{model} on {gpus} GPUs: a rank sends {said}{compute(shown, results)}."
+    tokens = f"{shown.get('context', SIZES['context']):,} tokens"
+    sequences = {1: "one sequence"}.get(batch := shown.get("batch", 0), f"{batch} sequences")
+    of = f", {sequences} of {tokens}" if batch else ""  # where the bytes depend on them
+    mean = " on average" if "pp" in shown.get("options", {}) else ""  # over unequal stages
+    line = f"{model} on {gpus} GPUs{of}: a rank sends{mean} {said}{compute(shown, results)}."
     for where, each in shown.get("copied", {}).items():  # bytes per parameter of the shard
         size = {"pcie": each * LLAMA.whole / gpus}
         line += f" It copies {size['pcie'] / 1e9:.1f} GB {where}: {time_of(size, links, 'pcie4')}."

@@ -10,7 +10,7 @@ from techniques import TECHNIQUES
 
 FOUND = json.loads(Path(__file__).with_name("matrix.json").read_text())
 # By short name: the page, and what a command that uses the technique contains; by pair: a command
-# that a script refuses, and words of the error.
+# that a script refuses, words of the error, and a sentence about it.
 MARKS = FOUND["marks"]
 REFUSED = {tuple(key.split()): said for key, said in FOUND["refused"].items()}
 COMBINED = FOUND["combined"]  # commands that are no case of the contract: tests name them
@@ -49,5 +49,5 @@ def matrix_block() -> str:
     for name, (page, _) in MARKS.items():
         row = {other: signs[(name, other) in good, (name, other) in bad] for other in columns}
         rows.append(row | {name: "–", "link": f"[{name}](docs/techniques/{page}.md)"})
-    lines = [f"- `{command}`: {words}" for command, words in REFUSED.values()]
+    lines = [f"- `{command}`: {why}" for command, _, why in REFUSED.values()]
     return draw(rows, columns) + "\n\n" + "\n".join(lines)

@@ -150,6 +150,7 @@ def test_llama_is_the_llama_of_the_scripts():
     mlp = size.mlp_matrices * size.width * size.mlp_width
     numbers = size.layers, size.width, size.vocabulary, lessons.SIZES["context"], lessons.GPUS
     assert decoder(*numbers, kv=size.kv_heads / size.heads, mlp=mlp, llama=True) == lessons.LLAMA
+    assert round(lessons.LLAMA_70B.whole / 1e9, 1) == 70.6
 
 
 def test_qwen_is_the_qwen_of_the_scripts():

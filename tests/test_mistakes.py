@@ -183,8 +183,8 @@ def test_a_mistake_ends_in_one_line(head, request, tmp_path, refuse):
         assert not list(output.glob("[!.]*"))
 
 
-@pytest.mark.parametrize("command, words", matrix.REFUSED.values())
-def test_what_the_matrix_calls_refused(command, words, tmp_path, refuse, monkeypatch):
+@pytest.mark.parametrize("command, words, _", matrix.REFUSED.values())
+def test_what_the_matrix_calls_refused(command, words, _, tmp_path, refuse, monkeypatch):
     monkeypatch.setattr("parallel.mesh.need_compiler", lambda device: None)
     script, _, flags = command.partition(" ")
     code, stderr = refuse(script, f"{A_GPT} --output-dir {tmp_path} {flags}", 2)
