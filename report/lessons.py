@@ -104,8 +104,8 @@ def problem(shown: dict, results: dict, links: dict) -> str:
     if why == "batch":
         least = MANY * SIZES["context"]
         line = f"Llama-3-8B with FSDP on {MANY:,} GPUs: with one sequence of {SIZES['context']:,} "
-        line += f"tokens per GPU, a step takes at least {least / 1e6:.1f} million tokens. If groups "
-        return line + f"of {GPUS} GPUs share a sequence, it takes {least / GPUS / 1e6:.1f} million."
+        line += f"tokens per GPU, a step takes at least {least / 1e6:.1f} million tokens. If "
+        return line + f"groups of {GPUS} GPUs share a sequence, {least / GPUS / 1e6:.1f} million."
     if why == "state":
         each = 8 + K["adamw"]
         line = f"Llama-3-70B with AdamW: {each} bytes for each of {LLAMA_70B.whole / 1e9:.1f} "
