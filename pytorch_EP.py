@@ -163,7 +163,7 @@ def main():
         experts = block.mlp.experts
         options = {"mesh": mesh_2d["shard"], "shard_placement_fn": experts.width_dim}
         fully_shard(experts, **options, mp_policy=policy)
-    for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+    for unit in units_of(model):  # FSDP: blocks, embedding, head: gathered one at a time
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters
     for block in model.blocks:  # EP: gather them before the CPU waits for the number of tokens

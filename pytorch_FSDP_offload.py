@@ -81,7 +81,7 @@ def main():
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if norms := batch_norms(model):  # FSDP: a unit of their own, in fp32
             fully_shard(norms, mesh=mesh, offload_policy=offload)
-    for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+    for unit in units_of(model):  # FSDP: blocks, embedding, head: gathered one at a time
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload)
     # FSDP: the other parameters
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)

@@ -104,7 +104,7 @@ def main():
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+    for unit in units_of(model):  # FSDP: blocks, embedding, head: gathered one at a time
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters
     model.to_empty(device=device)  # FSDP: memory for this rank's shards

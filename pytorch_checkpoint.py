@@ -125,7 +125,7 @@ def main():
     with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     mesh = init_device_mesh(device.type, (world_size,))
-    for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+    for unit in units_of(model):  # FSDP: blocks, embedding, head: gathered one at a time
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)  # FSDP: the other parameters
     model.to_empty(device=device)  # FSDP: memory for this rank's shards

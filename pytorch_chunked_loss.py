@@ -81,7 +81,7 @@ def main():
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+    for unit in units_of(model):  # FSDP: blocks, embedding, head: gathered one at a time
         reshard = unit is not model.head  # chunked: the head stays gathered for all chunks
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # FSDP: the other parameters

@@ -112,7 +112,7 @@ def main():
     # float8: each nn.Linear becomes a layer that scales, casts and multiplies
     float8.convert_to_float8_training(model, config=config, module_filter_fn=fits)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for unit in units_of(model):  # FSDP: blocks, gathered one at a time; and large ends
+    for unit in units_of(model):  # FSDP: blocks, embedding, head: gathered one at a time
         if args.compile:
             unit.compile()  # float8: fuses scaling and casting with the operations around them
         fully_shard(unit, mesh=mesh, mp_policy=policy)
