@@ -47,7 +47,7 @@ BUDGETS = {
     "parallel": 490,
     "libraries": 730,
     "jobs": 2100,
-    "report": 1290,
+    "report": 1300,
     "estimator": 2410,
     "inference": 370,
     "exercises": 1375,
