@@ -54,11 +54,11 @@ class Bucket:
 
     def send(self) -> None:
         """Average the gradients of these parameters."""
-        flat = self.flatten([p.grad for p in self.parameters]).div_(dist.get_world_size())
+        gradients = self.flatten([p.grad for p in self.parameters]).div_(dist.get_world_size())
         for p in self.parameters:
             p.grad = None  # ZeRO: the optimizer uses shards only
         self.shard.grad = torch.empty_like(self.shard)
-        dist.reduce_scatter_tensor(self.shard.grad, flat)  # ZeRO: and the flat buffer is freed
+        dist.reduce_scatter_tensor(self.shard.grad, gradients)  # ZeRO: and the whole is freed
         self.free()  # FSDP: the block has computed its gradients
 
     def send_when_full(self, _) -> None:

@@ -51,15 +51,15 @@ class Bucket:
 
     def send(self) -> None:
         """Average the gradients of these parameters."""
-        flat = self.flatten([p.grad for p in self.parameters]).div_(dist.get_world_size())
+        gradients = self.flatten([p.grad for p in self.parameters]).div_(dist.get_world_size())
         for p in self.parameters:
             p.grad = None  # ZeRO: the optimizer uses shards only
         if self.stage == 1:
-            self.shard.grad = self.own(flat)  # ZeRO: a view, so all averages stay in memory
-            dist.all_reduce(flat)
+            self.shard.grad = self.own(gradients)  # ZeRO: a view, so all averages stay in memory
+            dist.all_reduce(gradients)
         else:
             self.shard.grad = torch.empty_like(self.shard)
-            dist.reduce_scatter_tensor(self.shard.grad, flat)  # ZeRO: and the flat buffer is freed
+            dist.reduce_scatter_tensor(self.shard.grad, gradients)  # ZeRO: and the whole is freed
 
     def send_when_full(self, _) -> None:
         """The hook that runs in backward as soon as a parameter has its gradient."""
