@@ -94,6 +94,33 @@ def test_commands_of_questions_are_recorded(page):
     assert {name: one["command"] for name, one in FOUND.items()} == RECORDED
 
 
+# Lines that answers quote by their number, and words of each: another line would be shown in
+# silence if a program printed one more.
+QUOTED = {
+    ("collectives-4", 34): "3   4  11", ("collectives-4", 40): "-> [ 68]",
+    ("collectives-4", 46): "[ 2  12  22  32]", ("collectives-order", 2): "rank 1 RuntimeError",
+    ("collectives-order", 3): "rank 0 RuntimeError", ("DTensor", 40): "x [8, 12] Partial(sum)",
+    ("DTensor", 41): "output [8, 12] Replicate()", ("DTensor", 42): "sent all_reduce",
+    ("DTensor", 48): "output [8, 12] Replicate()", ("DTensor", 49): "sent all_reduce",
+    ("DTensor", 50): "x.grad [8, 12] Partial(sum)", ("DTensor", 53): "sent all_reduce",
+    ("exam-32k", 6): "1. ", ("exam-32k", 7): "sends ",
+}  # fmt: skip
+
+
+def test_answers_quote_the_lines_that_they_mean():
+    """A program whose output is shown whole needs no row here."""
+    for (name, number), meant in QUOTED.items():
+        line = " ".join(FOUND[name]["output"][number].split())
+        assert " ".join(meant.split()) in line, f"{name}, line {number}: {line}"
+    numbered = {}
+    for path in lessons.ANSWERS.glob("*.md"):
+        for name, number in re.findall(r"\{([^{}:]+)/output/(\d+)\}", path.read_text()):
+            numbered.setdefault(name, set()).add(int(number))
+    for name, shown in numbered.items():
+        known = {number for run, number in QUOTED if run == name}
+        assert shown == known or len(FOUND[name]["output"]) <= 5, name
+
+
 def test_the_first_script_prints_what_its_page_says(tmp_path):
     """As pasted. The ranks print in any order, and one may do so before the other's newline."""
     [script] = re.findall(r"^```python\n(import os\n.*?)^```", START.read_text(), re.S | re.M)
