@@ -49,7 +49,7 @@ class Task(lightning.LightningModule):
         if not self.fsdp:
             return
         mesh = self.device_mesh["data_parallel"]
-        for unit in units_of(self.model):  # FSDP: blocks, gathered one at a time
+        for unit in units_of(self.model):  # FSDP: blocks, embedding, head: gathered one at a time
             fully_shard(unit, mesh=mesh)
         fully_shard(self.model, mesh=mesh)  # FSDP: the other parameters
         self.model.to_empty(device=self.run.device)  # FSDP: memory for this rank's shards

@@ -313,7 +313,8 @@ def tested(row: Technique) -> str:
     said = f"Tested: `{row.script}.py` on {ranks}"
     said += f" ({', '.join(flags)})" if flags else ""
     if not {"differs", "rounds"} & row.traits:
-        said += ", with SGD and AdamW. Its weights are those of one process on the same batches, "
+        optimizers = "Muon and AdamW" if row.name == "Muon" else "SGD and AdamW"
+        said += f", with {optimizers}. Its weights are those of one process on the same batches, "
         said += "up to the rounding of float64"
     return f"{said}; the bytes that it keeps and sends equal the formulas. {PROOF}"
 
