@@ -312,7 +312,7 @@ def tested(row: Technique) -> str:
     flags = [f"`{one.flags}`" for one in usual if one.flags]
     said = f"Tested: `{row.script}.py` on {ranks}"
     said += f" ({', '.join(flags)})" if flags else ""
-    if not {"differs", "rounds"} & row.traits:
+    if row.parent and not {"differs", "rounds"} & row.traits:
         optimizers = "Muon and AdamW" if row.name == "Muon" else "SGD and AdamW"
         said += f", with {optimizers}. Its weights are those of one process on the same batches, "
         said += "up to the rounding of float64"
