@@ -4,6 +4,7 @@ of ranks; with dropout, with one's own model, and on a chat. Edited copies of th
 import ast
 import functools
 import json
+import math
 import re
 import shutil
 from itertools import pairwise, product
@@ -38,7 +39,19 @@ class Row(NamedTuple):
 
 ROWS = {name: Row(**row) for name, row in TABLES["examples"].items()}
 ADAPTED = (("    optimizer =", "    adapt(model)\n    optimizer ="),)  # LoRA
+TAUGHT = (  # distillation: the plain loop with a frozen model on the one process
+    ("    optimizer =", "    teacher = make_teacher().eval()\n    optimizer ="),
+    (
+        "sums = loss_of(",
+        'batch["frozen"] = forward(teacher, batch).detach()\n        sums = loss_of(',
+    ),
+    (
+        "found += loss_of(",
+        'batch["frozen"] = forward(teacher, batch)\n                found += loss_of(',
+    ),
+)
 UNCLIPPED = (("clip_grad_norm_(trained, 1.0)", "clip_grad_norm_(trained, math.inf)"),)
+CHANGED = {"lora": ADAPTED, "distillation": TAUGHT}  # these replace functions of the plain loop
 ONE_DISK = ("ddp", "amp", "accumulation", "zero")  # rank 0 reads and writes, for all ranks
 APART = "\nos.makedirs(os.environ['RANK'], exist_ok=True)\nos.chdir(os.environ['RANK'])"
 SAME = {  # in a copy; and ranks have different numbers of labels
@@ -136,8 +149,8 @@ def test_an_example_is_the_plain_loop(name, plain, tmp_path, request):
     row = ROWS[name]
     exact = name not in ("amp", "zero_deepspeed")  # all others compute in float64
     given = request.getfixturevalue("chat") if name == "chat" else ""
-    own = read(name) if given or "\nclass " in read(name) or name == "lora" else ""
-    changes = {"optimizer_in_backward": UNCLIPPED, "lora": ADAPTED}.get(name, ())
+    own = read(name) if given or "\nclass " in read(name) or name in CHANGED else ""
+    changes = CHANGED.get(name, UNCLIPPED if name == "optimizer_in_backward" else ())
     expected, folder = plain(own, given, changes, exact)
     code = f"{row.code}\n{given}{APART if name in ONE_DISK else ''}"
     found = run(name, row.ranks, tmp_path, code, kill=13, exact=exact)
@@ -173,6 +186,21 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     assert [*first] == [4] and first | run(name, 2, folders[1], **options) == whole
     assert whole[4][1] == min(figures[1] for figures in whole.values())
     assert same_bits(early, best(folders[1])) and same_bits(early, best(folders[0]))
+
+
+def test_a_reference_for_preferences(plain, tmp_path):
+    """DPO: the loss of a model that equals its reference is log 2. Then it learns to prefer, and a
+    resumed run keeps the reference of the first start, not the model that it resumes."""
+    own = read("own/dpo")
+    both = insert(read("distillation"), own)
+    expected, folder = plain(both, "EVERY, LR = 1, 1e-2", TAUGHT)
+    found = run("distillation", 3, tmp_path, "EVERY, LR = 1, 1e-2", own, kill=13)
+    found |= run("distillation", 2, tmp_path, "EVERY, LR = 1, 1e-2", own)
+    assert found[1][0] == pytest.approx(math.log(2), 1e-12)
+    for step, figures in found.items():
+        assert figures == pytest.approx(expected[step], 1e-9), step
+    assert found[16][3] > 0.9 > found[1][3], "pairs that the model orders as people did"
+    assert distance(best(tmp_path), best(folder)) <= 1e-9
 
 
 @pytest.mark.full
@@ -391,7 +419,11 @@ def test_examples_stand_alone():
         assert not re.search(ours, read(name)), name
 
 
-DIFFER = {"chat": {"make_model", "make_data", "forward", "export"}, "lora": {"export"}}
+DIFFER = {
+    "chat": {"make_model", "make_data", "forward", "export"},
+    "lora": {"export"},
+    "distillation": {"loss_of"},
+}
 DIFFER |= dict.fromkeys(("tp", "pp", "ep", "cp", "fsdp_tp"), {"make_model"})  # named blocks
 
 
