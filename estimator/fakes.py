@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import device_mesh
 from torch.distributed.checkpoint import state_dict as sd
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -57,6 +58,7 @@ def stand_in_for_ranks() -> None:
     dist.init_process_group = init_process_group
     dist.all_reduce = answered_all_reduce
     stand_in_for_meshes()
+    keep_the_largest_share()
     # The real function returns its argument, but a copy for fake tensors.
     functional.wait_tensor = lambda tensor: tensor
     DistributedDataParallel._lazy_init = begin_with_hook
@@ -74,6 +76,22 @@ def stand_in_for_ranks() -> None:
     # PyTorch 2.12 reads what the ranks of a pipeline have voted: that all shapes are known.
     voted = SimpleNamespace(item=lambda: 1)
     PipelineStage._warmup_backward_result = lambda *_, **__: voted
+
+
+def keep_the_largest_share() -> None:
+    """ZeroRedundancyOptimizer assigns whole tensors, so the ranks' shares differ: let this rank
+    have the largest one, as the rank that runs out of memory first."""
+    make = ZeroRedundancyOptimizer._init_local_optimizer
+
+    def make_of_largest(optimizer):
+        sizes = []
+        for groups in optimizer._partition_parameters():
+            tensors = [tensor for group in groups for tensor in group["params"]]
+            sizes.append(sum(tensor.numel() for tensor in tensors if tensor.requires_grad))
+        optimizer.rank = sizes.index(max(sizes))
+        make(optimizer)
+
+    ZeroRedundancyOptimizer._init_local_optimizer = make_of_largest
 
 
 def stand_in_for_meshes() -> None:

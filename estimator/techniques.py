@@ -240,7 +240,7 @@ def tasks_of(
         one = dataclasses.replace(setup, rank=rank, to_one=to_one)
         task = partial(predict, one, batch_size)
         # DeepSpeed prefetches blocks up to a fixed number of parameters. ZeroRedundancyOptimizer
-        # assigns whole tensors: of a small model, rank 0 may have the largest one alone.
+        # assigns whole tensors: of a small model, a rank may have the largest one alone.
         whole = setup.name.startswith(("DeepSpeed", "DDP_ZeRO"))
         counts, times = ([], 0) if whole else few_blocks(blocks)
         if not counts:

@@ -67,6 +67,19 @@ def test_what_is_predicted_is_what_tensors_take(script, ranks, job, step, tmp_pa
     assert predicted["parameters"] and predicted["activations"]
 
 
+def test_the_largest_share_of_zero_is_predicted(tmp_path):
+    """ZeroRedundancyOptimizer gives the last rank the position embedding on top of its share."""
+    flags = "--use_zero --optimizer adamw --model gpt-1x1x64 --context 512 --batch-size 4"
+    script = "pytorch_DDP_ZeRO.py"
+    start = "torchrun --standalone --nproc_per_node=4"
+    real = live_bytes(start, script, flags, tmp_path / "real")
+    [predicted] = live_bytes("python", script, flags, tmp_path / "fake", "4")
+    states = [kinds["optimizer"] for kinds in real]
+    assert states[0] < 0.6 * max(states)
+    assert predicted["optimizer"] == max(states)
+    assert predicted == max(real, key=lambda kinds: sum(kinds.values()))
+
+
 OF_FOUR = ["PP.py", "EP.py --top-k 2", "TP.py --sequence-parallel", "ND_parallel.py --ac full"]
 OF_FOUR += [f"{name}.py --dtype bfloat16" for name in ("FSDP", "LoRA", "chunked_loss")]
 
