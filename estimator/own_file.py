@@ -249,14 +249,15 @@ class Rehearsal:
         while isinstance(samples, torch.utils.data.Subset) and samples is not self.eval_set:
             samples = samples.dataset
         is_training = samples is not self.eval_set
-        rows = iter(loader.batch_sampler)
+        is_stream = isinstance(samples, torch.utils.data.IterableDataset)  # of batches
+        rows = iter(samples if is_stream else loader.batch_sampler)
         while True:
             with fakes.with_numbers():
                 chosen = next(rows, None)
                 if chosen is None:
                     return
                 few = list(chosen)[: SAMPLES if self.is_fake else None]
-                batch = loader.collate_fn([loader.dataset[i] for i in few])
+                batch = loader.collate_fn(few if is_stream else [loader.dataset[i] for i in few])
             self.begin_batch(is_training)
             copy = partial(self.copy, few=len(few), whole=len(chosen))
             batch = pytree.tree_map_only(torch.Tensor, copy, batch)

@@ -51,8 +51,15 @@ TAUGHT = (  # distillation: the plain loop with a frozen model on the one proces
     ),
 )
 UNCLIPPED = (("clip_grad_norm_(trained, 1.0)", "clip_grad_norm_(trained, math.inf)"),)
-CHANGED = {"lora": ADAPTED, "distillation": TAUGHT}  # these replace functions of the plain loop
-ONE_DISK = ("ddp", "amp", "accumulation", "zero")  # rank 0 reads and writes, for all ranks
+LOADER = "DataLoader(train_set, batch_sampler=batches, collate_fn=collate)"
+STREAMED = ((LOADER, "DataLoader(Stream(train_set, start, 0, 1), None, collate_fn=collate)"),)
+EDITS_OF_PLAIN = {  # so that the plain loop does what the example does
+    "optimizer_in_backward": UNCLIPPED,
+    "lora": ADAPTED,
+    "distillation": TAUGHT,
+    "stream": STREAMED,
+}
+ONE_DISK = ("ddp", "amp", "accumulation", "stream", "zero")  # rank 0 saves for all
 APART = "\nos.makedirs(os.environ['RANK'], exist_ok=True)\nos.chdir(os.environ['RANK'])"
 SAME = {  # in a copy; and ranks have different numbers of labels
     "nn.Dropout(0.1)": "nn.Dropout(0.0)",
@@ -149,8 +156,8 @@ def test_an_example_is_the_plain_loop(name, plain, tmp_path, request):
     row = ROWS[name]
     exact = name not in ("amp", "zero_deepspeed")  # all others compute in float64
     given = request.getfixturevalue("chat") if name == "chat" else ""
-    own = read(name) if given or "\nclass " in read(name) or name in CHANGED else ""
-    changes = CHANGED.get(name, UNCLIPPED if name == "optimizer_in_backward" else ())
+    own = read(name) if given or "\nclass " in read(name) or name in DIFFER else ""
+    changes = EDITS_OF_PLAIN.get(name, ())
     expected, folder = plain(own, given, changes, exact)
     code = f"{row.code}\n{given}{APART if name in ONE_DISK else ''}"
     found = run(name, row.ranks, tmp_path, code, kill=13, exact=exact)
@@ -258,7 +265,7 @@ def test_every_rank_can_stop_early(name, tmp_path):
 FROZEN = {"nn.Embedding(64, 64)": "nn.Embedding(64, 64).requires_grad_(False)"}
 STACK = "nn.Parameter(torch.randn(4, 64, 64) / 8"  # of the experts in ep.py
 FROZEN[f"{STACK})"] = f"{STACK}, False)"
-FREEZING = [n for n in ROWS if n not in ("chat", "lora", "amp", "zero_deepspeed")]
+FREEZING = [n for n in ROWS if n not in ("chat", "lora", "amp", "stream", "zero_deepspeed")]
 
 
 @cases("name", FREEZING, lambda n: n == "optimizer_in_backward")
@@ -423,6 +430,7 @@ DIFFER = {
     "chat": {"make_model", "make_data", "forward", "export"},
     "lora": {"export"},
     "distillation": {"loss_of"},
+    "stream": {"make_data", "order"},
 }
 DIFFER |= dict.fromkeys(("tp", "pp", "ep", "cp", "fsdp_tp"), {"make_model"})  # named blocks
 
