@@ -51,11 +51,23 @@ TAUGHT = (  # distillation: the plain loop with a frozen model on the one proces
     ),
 )
 UNCLIPPED = (("clip_grad_norm_(trained, 1.0)", "clip_grad_norm_(trained, math.inf)"),)
+AVERAGED = (  # EMA
+    ("import glob", "import copy\nimport glob"),
+    ("    start = 0\n", "    average = copy.deepcopy(model)\n    start = 0\n"),
+    (
+        "        optimizer.step()\n",
+        "        optimizer.step()\n        pairs = zip(average.parameters(), model.parameters())\n"
+        "        [a.data.lerp_(p.data, max(0.01, 9 / (10 + step))) for a, p in pairs]\n",
+    ),
+    ("        model.eval()\n", "        model, average = average, model\n        model.eval()\n"),
+    ("        saved = {", "        model, average = average, model\n        saved = {"),
+)
 LOADER = "DataLoader(train_set, batch_sampler=batches, collate_fn=collate)"
 STREAMED = ((LOADER, "DataLoader(Stream(train_set, start, 0, 1), None, collate_fn=collate)"),)
-EDITS_OF_PLAIN = {  # so that the plain loop does what the example does
+IN_PLAIN = {  # so that the plain loop does what the example does
     "optimizer_in_backward": UNCLIPPED,
     "lora": ADAPTED,
+    "ema": AVERAGED,
     "distillation": TAUGHT,
     "stream": STREAMED,
 }
@@ -157,7 +169,7 @@ def test_an_example_is_the_plain_loop(name, plain, tmp_path, request):
     exact = name not in ("amp", "zero_deepspeed")  # all others compute in float64
     given = request.getfixturevalue("chat") if name == "chat" else ""
     own = read(name) if given or "\nclass " in read(name) or name in DIFFER else ""
-    changes = EDITS_OF_PLAIN.get(name, ())
+    changes = IN_PLAIN.get(name, ())
     expected, folder = plain(own, given, changes, exact)
     code = f"{row.code}\n{given}{APART if name in ONE_DISK else ''}"
     found = run(name, row.ranks, tmp_path, code, kill=13, exact=exact)
@@ -177,7 +189,7 @@ def test_an_example_is_the_plain_loop(name, plain, tmp_path, request):
     assert not exact or {weight.dtype for weight in best(ours).values()} == {torch.float64}
 
 
-@cases("name", ["ddp", "zero", "fsdp"], lambda n: n == "ddp")
+@cases("name", ["ddp", "zero", "fsdp", "ema"], lambda n: n == "ddp")
 def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     """To the last bit, with dropout, of which each rank draws its own. The best evaluation is the
     first here."""
@@ -231,7 +243,7 @@ class Norm(nn.BatchNorm1d):
 """
 
 
-@cases("name", ["ddp", "fsdp", "zero", "hsdp", "ep"], lambda n: n == "ddp")
+@cases("name", ["ddp", "fsdp", "ema", "zero", "hsdp", "ep"], lambda n: n == "ddp")
 def test_all_ranks_evaluate_what_is_exported(name, plain, tmp_path):
     """With BatchNorm, of which each rank saw other samples."""
     changes = SAME | {
@@ -271,8 +283,7 @@ FREEZING = [n for n in ROWS if n not in ("chat", "lora", "amp", "stream", "zero_
 @cases("name", FREEZING, lambda n: n == "optimizer_in_backward")
 def test_what_is_frozen_stays(name, plain, tmp_path):
     own = read(name) if "\nclass " in read(name) else ""
-    changes = FROZEN | dict(UNCLIPPED if name == "optimizer_in_backward" else ())
-    _, folder = plain(own, "", tuple(changes.items()))
+    _, folder = plain(own, "", (*FROZEN.items(), *IN_PLAIN.get(name, ())))
     run(name, 2 if ROWS[name].ranks < 4 else 4, tmp_path, ROWS[name].code, changes=SAME | FROZEN)
     assert distance(best(tmp_path), best(folder)) <= 1e-9
 
@@ -305,11 +316,10 @@ def test_edits_that_people_make(name, plain, tmp_path):
     """A tied head is exported once; a group of parameters keeps its learning rate, resumed too;
     no warm-up; another count of labels."""
     own = read(name) if "\nclass " in read(name) else ""
-    changes = TIED | dict(UNCLIPPED if name == "optimizer_in_backward" else ())
-    expected, folder = plain(own, "WARMUP = 0", tuple(changes.items()))
+    expected, folder = plain(own, "WARMUP = 0", (*TIED.items(), *IN_PLAIN.get(name, ())))
     n = 0 if name == "plain" else max(2, ROWS[name].ranks)
     code = f"{ROWS[name].code if n else ''}\nWARMUP = 0"
-    found = run(name, n, tmp_path, code, changes=SAME | changes)
+    found = run(name, n, tmp_path, code, changes=SAME | TIED)
     assert found[16] == pytest.approx(expected[16], 1e-9)
     weights = best(tmp_path)
     assert distance(weights, best(folder)) <= 1e-9
@@ -329,9 +339,9 @@ EDITED = [(name, edit) for edit in ("no group", "no label") for name in ("plain"
 @cases("name, edit", EDITED, lambda *row: row in (("tp", "no group"), ("fsdp", "no label")))
 def test_what_nobody_thought_of(name, edit, plain, tmp_path):
     own = read(name) if "\nclass " in read(name) else ""
-    changes = EDITS[edit] | dict(UNCLIPPED if name == "optimizer_in_backward" else ())
+    changes = EDITS[edit]
     size = "BATCH = 2" if edit == "no label" and name not in ("pp", "accumulation") else ""
-    expected, folder = plain(own, size, tuple(changes.items()))
+    expected, folder = plain(own, size, (*changes.items(), *IN_PLAIN.get(name, ())))
     n = 0 if name == "plain" else 2
     code = f"{ROWS[name].code if n else ''}\n{size}"
     found = run(name, n, tmp_path, code, changes=SAME | changes)
@@ -364,6 +374,50 @@ def test_in_bfloat16(name, tmp_path, request):
         found = run(name, ranks, folder, code, changes=SAME | {HALF: f"half = {half}"}, exact=False)
         losses.append(found[16][1])
     assert losses[0] == pytest.approx(losses[1], 0.1)
+
+
+AVERAGES = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+torch.set_default_dtype(torch.float64)
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+model = nn.ModuleList(nn.Linear(5, 7) for _ in range(4))
+with torch.no_grad():
+    [p.copy_(torch.arange(p.numel()).view_as(p)) for p in model.parameters()]
+whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+for i in (0, 1):
+    parallelize_module(model[i], mesh["tp"], ColwiseParallel())
+fully_shard(model[1], mesh=mesh["dp"])
+fully_shard(model[2], mesh=mesh)  # HSDP; the last one is whole on every rank
+shards = dict(model.named_parameters())
+average = {name: shard.detach().clone() for name, shard in shards.items()}
+with CommDebugMode() as sent, torch.no_grad():
+    for step in (1, 2, 3):
+        [shard.mul_(step + 1) for shard in shards.values()]
+        update(average, shards, step)
+    swap(average, shards, model)
+assert sent.get_total_counts() == 0
+for name, start in whole.items():
+    expected = start
+    for factor, step in ((2, 1), (6, 2), (24, 3)):
+        expected = expected + (factor * start - expected) * 9 / (10 + step)
+    found = [getattr(one[name], "full_tensor", lambda: one[name])() for one in (shards, average)]
+    torch.testing.assert_close(found[0], expected)
+    torch.testing.assert_close(found[1], 24 * start)
+print("the same")
+dist.destroy_process_group()
+"""
+
+
+def test_an_average_of_shards_sends_nothing(tmp_path):
+    """Of FSDP, HSDP and TP, of both, and of a tensor that every rank has; in uneven shards."""
+    program = tmp_path / "averages.py"
+    program.write_text(read("ema").partition("\n\n\ndef main")[0] + AVERAGES)
+    finished = launch(f"torchrun --nproc_per_node=4 {program}", forked=True)
+    assert finished.code == 0 and finished.stdout.count("the same") == 4, str(finished)
 
 
 APART_HEADS = """
@@ -437,7 +491,7 @@ DIFFER |= dict.fromkeys(("tp", "pp", "ep", "cp", "fsdp_tp"), {"make_model"})  # 
 
 def test_what_is_edited_is_there():
     """An edit of the plain loop that finds nothing would compare a loop with itself."""
-    for old in (*SAME, *FROZEN, *TIED, *dict(UNCLIPPED), *UNSEEDED, GROUP):
+    for old in (*SAME, *FROZEN, *TIED, *dict(UNCLIPPED), *dict(AVERAGED), *UNSEEDED, GROUP):
         assert old in read("plain") + read("ep"), old
 
 
