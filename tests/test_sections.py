@@ -2,9 +2,12 @@
 
 import re
 import subprocess
+from textwrap import indent
 
+import pytest
+import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import ROOT, succeed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,3 +53,91 @@ def test_shapes_of_a_rank_in_one_process():
     dist.all_reduce(weight.detach())
     assert dist.get_rank() == 3 and weight.shape == (3, 4)
     dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------- metrics, and loggers
+AREA = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+device = "cpu"
+scores = torch.rand(8)
+labels = torch.tensor([0, 1, 0, 0, 1, 1, 0, 1])
+mine = slice(0, 5) if dist.get_rank() else slice(5, 8)
+evaluation = [(scores[mine], labels[mine])]
+above = scores[labels == 1, None] > scores[labels == 0]
+{}
+assert abs(area - above.double().mean()) < 1e-6, area
+dist.destroy_process_group()
+"""
+A_STAND_IN = """
+from types import SimpleNamespace
+
+util = SimpleNamespace(generate_id=lambda: "the-id")
+
+def note(*what):
+    with open("runs/said", "a") as file:
+        print(*what, file=file)
+
+def init(project, id, resume):
+    note(id, resume)
+    return SimpleNamespace(define_metric=lambda *_, **__: None, log=lambda row: note(row["step"]))
+"""
+
+
+def test_f1_over_all_ranks():
+    """Sums over two parts give the F1 of all samples, which is no mean of the parts' F1."""
+    [counts, _] = code_of("your_own_model", "Accuracy, F1 and AUC")
+    names = {"nn": nn, "torch": torch}
+    exec(counts, names)
+    torch.manual_seed(0)
+    output = torch.randn(20, 2)
+    labels = torch.randint(2, (20,))
+    parts = [slice(0, 5), slice(5, 20)]
+    sums = sum(names["loss_of"](output[part], {"labels": labels[part]}) for part in parts)
+    chosen = output.argmax(1)
+    wrong = (chosen != labels).sum()
+    right = (chosen * labels).sum()
+    _, _, *metrics = (sums / sums[1]).tolist()
+    assert names["f1"](*metrics) == pytest.approx((2 * right / (2 * right + wrong)).item())
+
+
+@pytest.mark.full  # torchmetrics takes seconds to import
+def test_area_over_unequal_ranks(tmp_path):
+    pytest.importorskip("torchmetrics")
+    [_, area] = code_of("your_own_model", "Accuracy, F1 and AUC")
+    (tmp_path / "script.py").write_text(AREA.format(area))
+    succeed(f"torchrun --standalone --nproc_per_node=2 {tmp_path}/script.py", forked=True)
+
+
+def test_loggers_on_rank_0(tmp_path):
+    """In ddp.py, on two ranks, which lose their last checkpoint and start again."""
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    text = (ROOT / "examples" / "ddp.py").read_text().replace("EVERY = ", "EVERY = 2  # ")
+    for number, block in enumerate(code_of("your_own_model", "W&B, TensorBoard or MLflow")):
+        before, _, each = re.sub(r"(?<!\.)\blog\b", f"log{number}", block).rpartition("\n\n")
+        text = insert(text, before, "    # Averages the")
+        text = insert(text, each, "            print(line,")
+    (tmp_path / "wandb.py").write_text(A_STAND_IN)
+    out = tmp_path / "runs" / "ddp"
+    for steps in (4, 6):
+        (tmp_path / "script.py").write_text(text.replace("STEPS = ", f"STEPS = {steps}  # "))
+        command = f"torchrun --standalone --nproc_per_node=2 {tmp_path}/script.py"
+        succeed(command, forked=True, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+        (out / "step-00000004.pt").unlink(missing_ok=True)
+    said = (tmp_path / "runs" / "said").read_text().splitlines()
+    assert said == ["the-id allow", "2", "4", "the-id allow", "4", "6"]
+    reader = event_accumulator.EventAccumulator(str(out / "tensorboard"))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("loss/evaluation")] == [2, 4, 6]
+
+
+def insert(text, lines, above):
+    """With the margin of the line that begins with ``above``."""
+    assert text.count(above) == 1
+    margin = above[: len(above) - len(above.lstrip())]
+    return text.replace(above, f"{indent(lines.strip(), margin)}\n{above}")
