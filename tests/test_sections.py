@@ -1,7 +1,9 @@
 """Sections of the pages that answer a question: their code is tried."""
 
+import mmap
 import re
 import subprocess
+from pathlib import Path
 from textwrap import indent
 
 import pytest
@@ -141,3 +143,16 @@ def insert(text, lines, above):
     assert text.count(above) == 1
     margin = above[: len(above) - len(above.lstrip())]
     return text.replace(above, f"{indent(lines.strip(), margin)}\n{above}")
+
+
+# ---------------------------------------------------------------------- variables, and versions
+def test_nccl_has_the_variables_and_lines_of_the_pages():
+    library = Path(torch.__file__).parents[1] / "nvidia/nccl/lib/libnccl.so.2"
+    if not library.is_file():
+        pytest.skip("PyTorch for a CPU has no nccl")
+    text = "".join((ROOT / f"docs/{n}.md").read_text() for n in ("multi_node", "troubleshooting"))
+    names = set(re.findall(r"\bNCCL_[A-Z0-9_]+", text))
+    lines = {"Using network %s", "NET/IB : Using", "NET/Socket : Using", "/GDRDMA"}
+    with open(library, "rb") as file:
+        found = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        assert not [name for name in names | lines if found.find(name.encode()) < 0]
