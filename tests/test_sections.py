@@ -145,6 +145,21 @@ def insert(text, lines, above):
     return text.replace(above, f"{indent(lines.strip(), margin)}\n{above}")
 
 
+# ------------------------------------------------------------------------------------- memory
+def test_tensors_that_stay_are_counted():
+    [count] = code_of("troubleshooting", "GPU memory grows")
+    count, _, difference = count.rpartition("# after a few more steps:")
+    names = {"torch": torch, "print": lambda rows: kept.append(rows)}
+    kept = []
+    exec(count, names)
+    layer = nn.Linear(7, 11)
+    for _ in range(3):
+        kept.append(layer(torch.ones(5, 7)).sin().sum())
+    exec(difference, names)
+    found = {shape for (shape, _, _), times in kept[-1] if times == 3}
+    assert found == {(), (5, 7), (5, 11)}  # losses, inputs, what sin() saved
+
+
 # ---------------------------------------------------------------------- variables, and versions
 def test_nccl_has_the_variables_and_lines_of_the_pages():
     library = Path(torch.__file__).parents[1] / "nvidia/nccl/lib/libnccl.so.2"
