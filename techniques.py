@@ -175,14 +175,18 @@ def muon(n: int, o: Options) -> tuple[Bytes, Bytes]:
 
 
 def lora(n: int, o: Options) -> tuple[Bytes, Bytes]:
-    """Adapters of layers of the attention; all else is gathered as by FSDP, and never reduced."""
+    """Adapters of layers of the attention; all else is gathered as by FSDP, and never reduced. With
+    ``block``, matrices have 4 bits and a scale in fp32 for so many weights; if all other numbers
+    are ``double``, these are not."""
     d = o["decoder"]
     size = in_half(o)
     kv = ("key", "value")
     widths = [1 + d.heads * (d.kv if name in kv else 1) for name in o["targets"].split(",")]
     share = d.layers * o["rank"] * d.width * sum(widths) / d.whole
-    kept = {"parameters": size + 4 * share, "gradients": 4 * share}
-    gathers = gathered(n, o)["allgather"] + 2 * size * share * others(n)
+    bits = (0.5 + 4 / o["block"]) / (1 + o.get("double", False)) if "block" in o else size
+    saved = (size - bits) * d.matrices / d.whole
+    kept = {"parameters": size + 4 * share - saved, "gradients": 4 * share}
+    gathers = gathered(n, o)["allgather"] + 2 * (size * share - saved) * others(n)
     sent = {"allgather": gathers, "reduce_scatter": 4 * share * others(n)}
     return divide(kept | {"optimizer": K[o["optimizer"]] * share}, n), sent
 
@@ -484,6 +488,9 @@ LESSONS = [
     row("pytorch_LoRA", "FSDP", SHELF, *both(lora),
         case("", 2, 1, 3, 4, traits="stopped estimated tied llama"), HALF,
         traits="needs_gpt own_files"),
+    row("pytorch_QLoRA", "LoRA", SHELF, *both(lora), case("", 2, 1, 3, 4, traits="tied llama"),
+        HALF, traits="needs_gpt saved_alike own_files",
+        shows=("quantize", "dequantize", "Product", "pack")),
     row("pytorch_float8", "FSDP", SHELF, sharded,
         lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(),
         traits="needs_gpt rounds saved_alike",

@@ -170,7 +170,7 @@ class Base:
     def load_state_dict(self, saved: dict[str, float]) -> None:
         given = f"--resume {self.args.resume}"
         if not math.isclose(saved.get("total", -1), self.total, rel_tol=1e-9):
-            give = "give its --weights, --seed and --dtype"
+            give = "give its --weights, --seed, --dtype and --block"
             fail(f"{given} was written with other frozen weights; {give}")
         if saved["alpha"] != self.args.alpha:
             fail(f"{given} is from a run with --alpha {saved['alpha']:g}; use it")

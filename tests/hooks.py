@@ -428,6 +428,26 @@ def lora():
     common.save_model = save_model
 
 
+def qlora(block):
+    """And what is frozen in blocks is rounded to 4 bits and back, by whole matrices."""
+    import common
+    import pytorch_QLoRA
+
+    make = common.make_model
+
+    def make_model(*args, **options):
+        model = make(*args, **options)
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear) and name != "head":
+                packed = pytorch_QLoRA.quantize(layer.weight.data, int(block))
+                dtype = layer.weight.dtype
+                layer.weight.data = pytorch_QLoRA.dequantize(packed, int(block), dtype)
+        return model
+
+    common.make_model = make_model
+    lora()
+
+
 def frozen():
     """Every fifth parameter is not trained: of a GPT embedding, values, experts."""
     import common

@@ -19,6 +19,7 @@ import torch
 from conftest import hooked, launch, read_run, relative_difference, succeed, tensors_of
 from safetensors.torch import load_file
 
+import pytorch_QLoRA
 from libraries.weights import load
 from techniques import TECHNIQUES, Case, Technique, decoder, technique
 
@@ -40,7 +41,10 @@ TOLERANCE = {"sgd": 1e-12, "adamw": 1e-11}
 OF_THE_MODEL = re.compile(r"--(?:experts|top-k|balance) \S+|--tie|--packed")
 COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
 TORCHAO = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
+BYTES = pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP gathers bytes as bfloat16")
 FUSED = pytest.mark.skipif(torch.__version__ < "2.14", reason="needs PyTorch 2.14")
+ADAPTERS = "LoRA", "QLoRA"  # which train adapters
+BLOCK = 8  # weights of QLoRA that share a scale
 FLOAT16 = [  # with a scaled loss
     (row, Case(case.flags.replace("bfloat16", "float16"), case.ranks, case.traits - {"branch"}))
     for row in TECHNIQUES
@@ -117,7 +121,7 @@ class Try(NamedTuple):
         """All flags that the single process has, too."""
         own = {"gpt": GPT, "tied": f"{GPT} --tie", "llama": LLAMA, "images": IMAGES}[self.model]
         own = [own.format(self.layers, self.width), *OF_THE_MODEL.findall(self.case.flags)]
-        if self.technique.name == "LoRA":  # its matrices are drawn by the seed, too
+        if self.technique.name in ADAPTERS:  # its matrices are drawn by the seed, too
             own += ["--seed 1"] if self.rounds else ["--seed 1 --lr 0.02"]
         return self.allowed(" ".join([DATA, self.steps, "--optimizer", self.optimizer, *own]))
 
@@ -130,8 +134,8 @@ class Try(NamedTuple):
 
 
 def merged(row):
-    """LoRA writes a whole model only if it is asked to."""
-    more = " --merge" * (row.name == "LoRA")
+    """LoRA writes a whole model only if it is asked to. A scale of QLoRA has to divide a row."""
+    more = {"LoRA": " --merge", "QLoRA": f" --merge --block {BLOCK}"}.get(row.name, "")
     return row._replace(cases=tuple(c._replace(flags=(c.flags + more).strip()) for c in row.cases))
 
 
@@ -155,6 +159,7 @@ def tries(usual, optimizers=("adamw",), models=("gpt",), but=(), more=()):
             marks += [COMPILER, pytest.mark.full] if row.name == "compile" else []
             marks += [TORCHAO] if row.name == "float8" else []
             marks += [FUSED] if "--fused" in case.flags else []
+            marks += [BYTES] if row.name == "QLoRA" and "--dtype" in case.flags else []
             found.append(pytest.param(one, id=str(one), marks=marks))
     return found
 
@@ -181,7 +186,7 @@ def is_first(one):
 
 def single(one, run_once):
     """The same job in the single process: what it left behind, and its folder."""
-    hooks = {"Muon": "muon", "LoRA": "lora"}.get(one.technique.name, "")
+    hooks = {"Muon": "muon", "LoRA": "lora", "QLoRA": f"qlora:{BLOCK}"}.get(one.technique.name, "")
     return run_once("pytorch_SingleGPU", 1, f"{one.job} --snapshot-every {SAVED}", hooks)[1]
 
 
@@ -226,7 +231,7 @@ def check_files(one, folder, weights, result):
     weights_too = set()
     if one.model == "llama" and "--experts" not in one.script:  # transformers has no such Llama
         weights_too = {"model.safetensors", "config.json"}
-    adapters = one.technique.name == "LoRA"
+    adapters = one.technique.name in ADAPTERS
     weights_too |= {"adapter"} if adapters else set()  # not beside a merged model
     theirs = events | waits | weights_too | {"model.pt", "result.json", "snapshots"}
     assert names == theirs, f"it left {names - theirs or 'nothing more'}, but no {theirs - names}"
@@ -361,13 +366,14 @@ def check_theory(one, weights, result):
     unit = 1 if one.rounds else 2
     numbers = sum(p.numel() for name, p in weights.items() if name != "vocabulary")
     options = result["options"] | {"optimizer": one.optimizer}
+    options["double"] = not one.rounds
     if one.model != "images":
         options["decoder"] = model = decoder_of(one, weights)
         numbers = model.whole
     uneven = one.technique.name.startswith("PP") and one.layers % one.n
     split = "--sequence-parallel" in one.script or one.technique.name == "TP_by_hand"
     uneven |= split and len(weights["vocabulary"]) % options.get("tp", one.n) > 1
-    uneven |= one.technique.name == "LoRA" and one.n == 3  # its rank is 8
+    uneven |= one.technique.name in ADAPTERS and one.n == 3  # its rank is 8
     if uneven:  # some ranks have more
         return
     kept = {kind: size / numbers / unit for kind, size in result["state_bytes"].items()}
@@ -382,7 +388,7 @@ def check_theory(one, weights, result):
         theory = dict.fromkeys(sent, 0) | sent_theory  # 0: norms of clipping, sums of the loss
         sent = dict.fromkeys(theory, 0) | sent  # a single rank sends nothing
         total = max(sum(theory.values()), 1)
-        few = one.technique.name in ("LoRA", "FSDP_TP")  # gradients: half of them is still seen
+        few = one.technique.name in (*ADAPTERS, "FSDP_TP")  # gradients: half of them is still seen
         # The formulas leave out the three numbers per token that loss_parallel() sends.
         besides = total * (0.015 if few else close)
         sent_theory_of = pytest.approx(theory, rel=close, abs=besides)
@@ -420,7 +426,9 @@ def freezes(one):
     return usual and (one.case, one.n, one.model) == (case, ranks, model)
 
 
-@pytest.mark.parametrize("one", tries(freezes, models=("gpt", "images"), but=("LoRA", "differs")))
+@pytest.mark.parametrize(
+    "one", tries(freezes, models=("gpt", "images"), but=(*ADAPTERS, "differs"))
+)
 def test_what_is_frozen_is_left_alone(one, run_once):
     """By hooks, reductions, norms and optimizers, on every rank: as in the single process."""
     job = one.job.replace(one.steps, "--max-steps 2" + " --double" * (not one.rounds))
@@ -474,13 +482,25 @@ def test_it_starts_with_the_weights_of_the_single_process(one, run_once, tmp_pat
     succeed(hooked(one.script, one.n, job), forked=True)
     expected = torch.load(path, weights_only=True)
     weights = read_run(tmp_path)[0]
-    if one.technique.name in ("half_precision", "LoRA") and "--dtype" in one.script:
+    packed = rounded(expected) if one.technique.name == "QLoRA" else {}
+    if one.technique.name in ("half_precision", *ADAPTERS) and "--dtype" in one.script:
         dtype = torch.float32 if "--master-weights" in one.script else torch.bfloat16
         expected = {name: t.to(dtype).to(t.dtype) for name, t in expected.items()}
+    expected |= packed
     assert weights.keys() == expected.keys()
     for name in expected:  # what was exactly 0 is now a rate of 1e-30 away from it, or a bias' step
         atol = 0.0011 if name.endswith("mlp.bias") else 1e-20
         assert torch.allclose(weights[name], expected[name], rtol=0, atol=atol), name
+
+
+def rounded(weights):
+    """The matrices in blocks, as they are after they were stored in 4 bits."""
+    found = {}
+    for name, weight in weights.items():
+        if name.startswith("blocks.") and weight.ndim == 2:
+            packed = pytorch_QLoRA.quantize(weight, BLOCK)
+            found[name] = pytorch_QLoRA.dequantize(packed, BLOCK, weight.dtype)
+    return found
 
 
 def resumes(one):
