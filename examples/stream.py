@@ -29,7 +29,7 @@ LR = 1e-2  # the highest learning rate
 WARMUP = 6  # steps until LR is reached
 DECAY = 0.01  # of weights
 TIMEOUT = timedelta(minutes=60)  # ranks wait so long for one that exports
-LANES = 6  # groups of shards, read side by side: a multiple of the number of ranks is fastest
+LANES = 6  # groups of shards, read side by side: best a multiple of the number of ranks
 BLOCK = 32  # samples of a lane that are read, and shuffled, together
 WORKERS = 2  # processes that read, for each rank
 
@@ -81,23 +81,25 @@ def export(model, weights):
 class Stream(IterableDataset):
     """This rank's samples of each batch, from step ``start`` on.
 
-    A lane is every LANES-th shard. Sample i of a batch comes from lane i % LANES and belongs to
-    rank i % world. So the batches are the same on any number of ranks and workers, and a resumed
+    Of n lanes, a lane has every n-th shard. Sample i of a batch comes from lane i % n and belongs
+    to rank i % world. So the batches are the same on any number of ranks and workers, and a resumed
     run only skips samples. A rank opens the lanes of its own samples. Each of its workers reads
     these lanes, and yields every batch that is its turn.
     """
 
     def __init__(self, shards, start, rank, world):
         super().__init__()
-        self.lanes = [[shards[i] for i in range(k, len(shards), LANES)] for k in range(LANES)]
-        self.counts = [len(range(k, BATCH, LANES)) for k in range(LANES)]  # samples of a batch
-        sizes = [sum(len(shard) for shard in lane) for lane in self.lanes]
+        shards = list(shards)
+        lanes = min(LANES, BATCH, len(shards))
+        self.lanes = [shards[k::lanes] for k in range(lanes)]
+        self.counts = [len(range(k, BATCH, lanes)) for k in range(lanes)]  # samples of a batch
+        sizes = [sum(map(len, lane)) for lane in self.lanes]
         both = zip(sizes, self.counts, strict=True)
-        self.batches = min(size // max(1, count) for size, count in both)  # of an epoch
-        if min(self.batches, BATCH // world, BATCH // LANES) < 1:
+        self.batches = min((size // count for size, count in both), default=0)  # of an epoch
+        if self.batches == 0 or BATCH < world:
             raise SystemExit(
-                f"{sum(sizes)} samples in {len(shards)} shards, BATCH {BATCH}: too few for {world} "
-                f"ranks and {LANES} lanes; lower LANES"
+                f"{sum(sizes)} samples in {len(shards)} shards, {min(sizes, default=0)} in the "
+                f"smallest of {lanes} lanes: too few for BATCH {BATCH} on {world} ranks"
             )
         self.start = start
         self.numbers = range(rank, BATCH, world)  # of this rank's samples in a batch
@@ -106,15 +108,16 @@ class Stream(IterableDataset):
         worker = get_worker_info()
         turn = worker.id if worker else 0
         workers = worker.num_workers if worker else 1
+        n = len(self.lanes)
         readers = {}
         for step in range(self.start, STEPS):
             epoch, i = divmod(step, self.batches)
             if i == 0 or not readers:
-                lanes = {number % LANES for number in self.numbers}
+                lanes = {number % n for number in self.numbers}
                 readers = {k: self.read(k, epoch, i * self.counts[k]) for k in lanes}
             rows = {k: [*islice(reader, self.counts[k])] for k, reader in readers.items()}
             if (step - self.start) % workers == turn:
-                yield [rows[number % LANES][number // LANES] for number in self.numbers]
+                yield [rows[number % n][number // n] for number in self.numbers]
 
     def read(self, lane, epoch, start):  # its samples from this one on, shuffled in blocks
         shards = [*self.lanes[lane]]

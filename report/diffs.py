@@ -80,7 +80,7 @@ def training(text: str) -> list[str]:
             source = "\n".join(lines[n - 1] for n in numbers if n not in left_out)
             kept += RESUMING.sub("", source.partition("        if step % EVERY")[0]).splitlines()
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in USUAL:
-            if not any(base.attr == "Module" for base in getattr(node, "bases", [])):
+            if not any(ast.unparse(base) == "nn.Module" for base in getattr(node, "bases", [])):
                 kept += [*lines[node.lineno - 1 : node.end_lineno], ""]
     return kept
 

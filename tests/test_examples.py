@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import subprocess
 from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -71,7 +72,7 @@ IN_PLAIN = {  # so that the plain loop does what the example does
     "distillation": TAUGHT,
     "stream": STREAMED,
 }
-ONE_DISK = ("ddp", "amp", "accumulation", "stream", "zero")  # rank 0 saves for all
+ONE_DISK = ("ddp", "amp", "accumulation", "stream", "unequal_gpus", "zero")  # rank 0 saves
 APART = "\nos.makedirs(os.environ['RANK'], exist_ok=True)\nos.chdir(os.environ['RANK'])"
 SAME = {  # in a copy; and ranks have different numbers of labels
     "nn.Dropout(0.1)": "nn.Dropout(0.0)",
@@ -87,6 +88,11 @@ EAGER = {"dtype=torch.float32": 'dtype=torch.float64, experts_implementation="ea
 
 def read(name):
     return (ROOT / f"examples/{name}.py").read_text()
+
+
+def functions_in(name):
+    nodes = [n for n in ast.parse(read(name)).body if isinstance(n, ast.FunctionDef)]
+    return {node.name: ast.get_source_segment(read(name), node) for node in nodes}
 
 
 def insert(text, own):
@@ -340,13 +346,64 @@ EDITED = [(name, edit) for edit in ("no group", "no label") for name in ("plain"
 def test_what_nobody_thought_of(name, edit, plain, tmp_path):
     own = read(name) if "\nclass " in read(name) else ""
     changes = EDITS[edit]
-    size = "BATCH = 2" if edit == "no label" and name not in ("pp", "accumulation") else ""
+    needs_more = name in ("pp", "unequal_gpus") or "accumulation" in name
+    size = "BATCH = 2" if edit == "no label" and not needs_more else ""
     expected, folder = plain(own, size, (*changes.items(), *IN_PLAIN.get(name, ())))
     n = 0 if name == "plain" else 2
     code = f"{ROWS[name].code if n else ''}\n{size}"
     found = run(name, n, tmp_path, code, changes=SAME | changes)
     assert found[16] == pytest.approx(expected[16], 1e-9)
     assert distance(best(tmp_path), best(folder)) <= 1e-9
+
+
+PERMUTED = "torch.randperm(len(train_set), generator=generator)"
+WEIGHTED = {PERMUTED: "torch.multinomial(weights, len(train_set), True, generator=generator)"}
+MINE = "(batch[rank::world] for batch in"
+OF_DATA = {  # what docs/data.md changes in several examples, and in the plain loop
+    "weighted": (WEIGHTED, WEIGHTED, "weights = torch.arange(540.0)"),
+    "unequal": (
+        {MINE: "([batch[i] for i in share_of(len(batch), rank)] for batch in"},
+        {},
+        f"{functions_in('unequal_gpus')['share_of']}\n{ROWS['unequal_gpus'].code}",
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name, edit", [*product(("ddp", "fsdp"), ["weighted"]), ("fsdp", "unequal")]
+)
+def test_edits_of_the_data(name, edit, plain, tmp_path):
+    """The same weights on 1, 2 and 3 ranks."""
+    changes, of_plain, code = OF_DATA[edit]
+    assert edit != "weighted" or WEIGHTED[PERMUTED] in (ROOT / "docs/data.md").read_text()
+    expected, folder = plain("", "" if edit == "unequal" else code, tuple(of_plain.items()))
+    run(name, 3, tmp_path, code, kill=13, changes=SAME | changes)
+    found = run(name, 2, tmp_path, code, changes=SAME | changes)
+    assert found[16] == pytest.approx(expected[16], 1e-9)
+    assert distance(best(tmp_path), best(folder)) <= 1e-9
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_of_files(workers, plain, tmp_path_factory, tmp_path):
+    """Of unequal lengths, over two epochs."""
+    folder = tmp_path_factory.mktemp("files")
+    for i in range(8):
+        rows = [[(7 * k + 37 * j + i) % 64 for k in range(9 + j % 5)] for j in range(20 + 3 * i)]
+        lines = [json.dumps({"tokens": row}) for row in rows]
+        (folder / f"{i}.jsonl").write_text("\n".join([*lines, ""]))
+    subprocess.run("wc -l *.jsonl > counts", shell=True, check=True, cwd=folder)
+    counts = (folder / "counts").read_text()
+    (folder / "counts").write_text(re.sub(r"(\d\.jsonl)", rf"{folder}/\1", counts))
+    own = read("own/jsonl")
+    code = f"DATA, LANES, BLOCK = {str(folder)!r}, 3, 8"
+    expected, whole = plain(insert(read("stream"), own), code, STREAMED)
+    code += f"\nWORKERS = {workers}"
+    run("stream", 2, tmp_path, code, own, kill=13)
+    found = run("stream", 3, tmp_path, code, own)
+    assert found[16] == pytest.approx(expected[16], 1e-9)
+    assert distance(best(tmp_path), best(whole)) <= 1e-9
 
 
 @cases("name", ["checkpointing", "fsdp_checkpointing"], lambda n: n == "checkpointing")
@@ -495,11 +552,6 @@ def test_what_is_edited_is_there():
         assert old in read("plain") + read("ep"), old
 
 
-def functions_in(name):
-    nodes = [n for n in ast.parse(read(name)).body if isinstance(n, ast.FunctionDef)]
-    return {node.name: ast.get_source_segment(read(name), node) for node in nodes}
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_one_contract(name):
     """A user's functions work in every example: those of plain.py are in all of them, and main()
@@ -600,7 +652,7 @@ def hub(tmp_path_factory):
 
 
 FAMILIES = ("ddp", "accumulation", "zero", "fsdp", "fsdp_checkpointing", "offload")
-ALONE = ("segmentation", "two_inputs")  # these make their own data
+ALONE = ("segmentation", "two_inputs", "buckets")  # these make their own data
 OWN_MODELS = [*product(FAMILIES, [*DECODERS, *CLASSIFIERS, *ALONE])]
 OWN_MODELS += [*product(("tp", "cp", "pp"), DECODERS), ("ep", "Qwen3Moe")]
 USUAL = ("fsdp", "Llama"), ("accumulation", "vit"), ("fsdp_checkpointing", "two_inputs")

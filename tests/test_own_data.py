@@ -3,8 +3,10 @@ test_examples.py."""
 
 import itertools
 import random
+import re
 
 import pytest
+import torch
 from conftest import ROOT
 from torch.utils.data import DataLoader
 
@@ -14,8 +16,9 @@ STEPS, BATCH, LANES, BLOCK = 17, 5, 3, 4
 
 def functions_of(name, **constants):
     """Of an example, with these constants."""
-    found = {}
-    exec((ROOT / f"examples/{name}.py").read_text().partition("\n\n\ndef main")[0], found)
+    path = ROOT / f"examples/{name}.py"
+    found = {"__file__": str(path)}
+    exec(path.read_text().partition("\n\n\ndef main")[0], found)
     found.update(constants)
     return found
 
@@ -105,9 +108,34 @@ def test_a_rank_opens_the_shards_of_its_lanes(stream):
 
 def test_shards_that_no_stream_can_have(stream):
     make, shards = stream
-    for wrong in ({"world": 6}, {"LANES": 6}, {"LANES": 8, "BATCH": 50}):
-        with pytest.raises(SystemExit, match="too few for . ranks and . lanes; lower LANES"):
-            make(**{"LANES": LANES, "BATCH": BATCH} | wrong)
+    for wrong in ({"world": 6}, {"BATCH": 40}):
+        with pytest.raises(SystemExit, match="47 samples in 7 shards.* too few for BATCH .* ranks"):
+            make(**{"BATCH": BATCH} | wrong)
     shards[0].__class__ = type("Longer", (Shard,), {"__len__": lambda shard: 6})
     with pytest.raises(ValueError, match="has 5 samples, but its length is 6"):
-        [*make(LANES=LANES, BATCH=BATCH)]
+        [*make(BATCH=BATCH)]
+
+
+def test_what_the_page_shows_is_tested():
+    """By test_docs.py, as a remedy."""
+    source = (ROOT / "examples/troubles/data.py").read_text()
+    [waits] = re.findall(r"^def prepared.*?(?=\n\n\n)", source, re.M | re.S)
+    assert f"```python\n{waits}\n```" in (ROOT / "docs/data.md").read_text()
+
+
+def test_buckets():
+    """Each sample once an epoch, in batches of similar length, from any step on."""
+    count = functions_of("troubles/count_padding")
+    order = count["functions_of"]("own/buckets.py", BATCH=8, STEPS=150, WINDOW=8)
+    train_set, _ = order["make_data"]()
+    batches = [*order["order"](train_set, 0)]
+    first, second = ([*itertools.chain(*batches[i : i + 67])] for i in (0, 67))
+    assert len({*first}) == len({*second}) == len(first) == 67 * 8 and first != second
+    assert all([*order["order"](train_set, start)] == batches[start:] for start in (1, 66, 67, 149))
+    saved = [count["padding_of"](name, train_set) for name in ("plain.py", "own/buckets.py")]
+    assert saved[1] < saved[0] / 3
+    order["nn"] = torch.nn
+    labels = [train_set[i]["labels"] for i in batches[3]]
+    batch = order["collate"]([train_set[i] for i in batches[3]])
+    assert batch["labels"].shape == batch["input_ids"].shape == (8, max(map(len, labels)))
+    assert (batch["labels"] >= 0).sum() == sum(map(len, labels))

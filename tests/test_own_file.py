@@ -12,7 +12,7 @@ from estimator.compose import compose
 EXAMPLES = {path.stem: path.read_text() for path in (ROOT / "examples").glob("*.py")}
 READY = sorted(name for name, text in EXAMPLES.items() if "\ndef forward(" in text)
 # They need conversations, a router's choices, several ranks, or their own launcher.
-OTHERS = ("chat", "ep", "fsdp_tp", "hsdp", "zero_deepspeed")
+OTHERS = ("chat", "ep", "fsdp_tp", "hsdp", "unequal_gpus", "zero_deepspeed")
 ALONE = [name for name in READY if name not in OTHERS]
 
 
