@@ -13,17 +13,20 @@ sys.path.insert(0, {str(ROOT)!r})
 from estimator.live_bytes import LiveBytes
 
 
-def watch(model, i, live=[]):  # before a micro-batch, and at the end of a step
+def watch(model, i, live=[]):  # of rank 0: before a micro-batch, and at the end of a step
     if i == 0:
         live[:] = [LiveBytes(1)]
         live[0].__enter__()
         live[0].mark(model.parameters(), "parameters")
         live[0].before = live[0].allocated
     elif i == ACCUMULATE - 1:
-        print("kept", live[0].allocated - live[0].before)
+        gc.collect()
+        live[0].kept = live[0].allocated - live[0].before
     elif i == ACCUMULATE:
         live[0].__exit__(None, None, None)
-        print("sent", *(message.kind for message in live[0].messages))
+        sent = [message.kind for message in live[0].messages]
+        found = live[0].kept, sent.count("reduce_scatter"), sent.count("allreduce")
+        print("watched", *found, file=sys.stdout if dist.get_rank() == 0 else open(os.devnull, "w"))
 """
 LOOP = "        for i in range(ACCUMULATE):\n"
 AFTER = "        for parameter in trained:\n"
@@ -59,12 +62,11 @@ def test_ways_to_accumulate(way, plain, tmp_path):  # noqa: F811
     finished = start("fsdp_accumulation", ranks, tmp_path, WATCH, changes=SAME | WATCHED | edits)
     assert finished.code == 0, str(finished)
     assert distance(best(tmp_path), best(folder)) <= 1e-9
-    sizes = {int(size) for size in re.findall(r"^kept (\d+)$", finished.stdout, re.M)}
-    assert min(sizes) == pytest.approx(kept * GRADIENT, abs=512)
-    assert max(sizes) == pytest.approx(kept * GRADIENT, abs=512)
-    for sent in re.findall(r"^sent (.*)$", finished.stdout, re.M):
-        assert sent.split().count("reduce_scatter") == scattered * UNITS
-        assert sent.split().count("allreduce") == reduced * UNITS + 1  # the labels
+    watched = re.findall(r"^watched (\d+) (\d+) (\d+)$", finished.stdout, re.M)
+    assert len(watched) == 16, finished.stdout
+    for size, *sent in watched:
+        assert int(size) == pytest.approx(kept * GRADIENT, rel=0.25)  # up to a block
+        assert [*map(int, sent)] == [scattered * UNITS, reduced * UNITS + 1]  # and the labels
 
 
 def test_what_is_edited_is_there():
