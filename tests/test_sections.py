@@ -9,7 +9,7 @@ from textwrap import indent
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, succeed
+from conftest import ROOT, cases, succeed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -158,6 +158,52 @@ def test_tensors_that_stay_are_counted():
     exec(difference, names)
     found = {shape for (shape, _, _), times in kept[-1] if times == 3}
     assert found == {(), (5, 7), (5, 11)}  # losses, inputs, what sin() saved
+
+
+# --------------------------------------------------------------------------------- recompilation
+class Numbered(nn.Module):
+    def __init__(self, number, reads_it):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.number = number
+        self.reads_it = reads_it
+
+    def forward(self, x):
+        x = self.linear(x).sin()
+        return x * (self.number + 2) if self.reads_it else x
+
+
+COMPILED = [  # dynamic, reads its number, is sharded, and graphs after each of three lengths
+    (None, False, True, [2, 4, 4]),
+    (True, False, True, [2, 2, 2]),
+    (None, True, True, [2, 4, 4]),
+    (None, True, False, [8, 8, 8]),
+]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="counted in PyTorch 2.14")
+@cases("is_dynamic, reads_it, shards, expected", COMPILED, lambda *row: row == COMPILED[3])
+def test_how_often_blocks_are_compiled(is_dynamic, reads_it, shards, expected):
+    """Ten blocks, of which the first one gets an input that needs no gradient."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(*(Numbered(i, reads_it) for i in range(10)))
+    for block in model:
+        if shards:
+            fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+        block.compile(backend=backend, dynamic=is_dynamic)
+    found = []
+    for length in (3, 5, 7):
+        model(torch.ones(2, length, 4)).sum().backward()
+        found.append(len(graphs))
+    dist.destroy_process_group()
+    assert found == expected and torch._dynamo.config.recompile_limit == 8
 
 
 # ---------------------------------------------------------------------- variables, and versions
