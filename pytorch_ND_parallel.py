@@ -40,15 +40,17 @@ from jobs.model_parts import units_of
 from parallel import attention
 from parallel.mesh import add_flags, gather_weights, resolve
 from parallel.pipelining import divide, make_shapes
-from pytorch_activation_checkpointing import keep_some
+from pytorch_activation_checkpointing import keep_some, saving_on_cpu
+from pytorch_chunked_loss import compute_loss
 from pytorch_CP import ATTENTIONS, OwnPositions
 from pytorch_EP import distribute_experts
 from pytorch_PP import Stage, forward, keep_only, make_schedule, part_of_loss
 from pytorch_TP import add_up_gradients, parallelize
 
 
-def recompute(blocks: nn.ModuleList, selective: bool) -> None:
-    """Activation checkpointing: see pytorch_activation_checkpointing.py."""
+def recompute(blocks: nn.ModuleList, selective: bool, on_cpu: bool) -> None:
+    """Activation checkpointing: see pytorch_activation_checkpointing.py. ``on_cpu``: the input of
+    each block is in CPU memory until backward."""
     options = {}
     if selective:
         options["context_fn"] = keep_some
@@ -58,6 +60,13 @@ def recompute(blocks: nn.ModuleList, selective: bool) -> None:
 
     for block in blocks:
         block.forward = wrap(block.forward)
+        if on_cpu:
+            block.forward = saving_on_cpu(block.forward)
+
+
+def part_of_chunks(head, data, parts: int, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """``part_of_loss`` of outputs of the last norm ``[tokens, width]``."""
+    return head(x, labels) / labels.numel() / data.density / parts
 
 
 def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, mesh_2d, dtype) -> None:
@@ -74,7 +83,9 @@ def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, mesh_2d, dtype) -
         for own in sum(experts, []):
             fully_shard(own, mesh=mesh_2d[dims], shard_placement_fn=own.width_dim, **often)
         for unit in units_of(stage):
-            fully_shard(unit, mesh=mesh[dims], **often)
+            is_shared = args.loss_chunks and unit is stage.head  # chunked: gathered for all chunks
+            free = args.reshard_after_forward and not is_shared
+            fully_shard(unit, mesh=mesh[dims], **often | {"reshard_after_forward": free})
         fully_shard(stage, mesh=mesh[dims], **options)
         if args.keep_last:  # ND: backward needs it first
             blocks[-1].set_reshard_after_forward(False)
@@ -137,9 +148,12 @@ def apply_techniques(args, model: nn.Module, mesh, mesh_2d, cp, owners, order, d
     if args.tp > 1:  # ND: finds modules by their names, and cuts whole parameters
         parallelize(model, mesh["tp"], args.sequence_parallel)
     if args.ac != "none":  # ND: recomputes the collectives of tp and cp, too
-        recompute(model.blocks, args.ac == "selective")
+        recompute(model.blocks, args.ac == "selective", args.offload_activations)
     for block in model.blocks if args.compile else ():  # ND: compiles the recomputation, too
         block.compile()
+    if args.loss_chunks:  # ND: the model ends at its norm; FSDP gathers the head for the loss
+        model.unembed = lambda x: model.norm(x).flatten(0, 1)
+        model.head.forward = partial(compute_loss, model.head, args.loss_chunks, False)
     stages = {0: model}
     if args.pp > 1:  # ND: before FSDP, which shards the blocks of a rank's own stages
         here = mesh["pp"].get_local_rank()
@@ -242,6 +256,10 @@ def main():
         ends, _ = dist.new_subgroups_by_enumeration([[r - last[0], r] for r in last])
         tied = {model.token.weight} if here in (0, owners[-1]) else set()
     loss_fn = partial(part_of_loss, train_set, parts)
+    scored = {}
+    if args.loss_chunks:  # chunked: the head computes the loss, and logits in the evaluation
+        loss_fn = partial(part_of_chunks, model.head, train_set, parts)
+        scored["head"] = model.head
     if args.pp > 1:
         size = batch_size // parts, *args.row[:-1], args.context // args.cp
         between = args.tp if args.sequence_parallel else 1
@@ -252,10 +270,9 @@ def main():
         schedule = make_schedule(args.pipeline_schedule, *made)
         model.forward = partial(forward, stages, owners, shapes, pipeline)
     evaluated = model
-    scored = {}
     if args.cp > 1:  # CP: each rank computes and scores its own positions
         evaluated = OwnPositions(model, cp)
-        scored = {"cut": partial(attention.shard, group=cp)}
+        scored["cut"] = partial(attention.shard, group=cp)
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)

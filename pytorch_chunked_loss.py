@@ -76,7 +76,8 @@ def main():
     with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     model.unembed = lambda x: model.norm(x).flatten(0, 1)  # chunked: [tokens, width], no logits
-    model.head.forward = partial(compute_loss, args, model.head)  # chunked: in a unit of FSDP
+    loss_fn = partial(compute_loss, model.head, args.chunks, args.fused)
+    model.head.forward = loss_fn  # chunked: in a unit of FSDP
     mesh = init_device_mesh(device.type, (world_size,))
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32
@@ -130,17 +131,17 @@ def main():
     dist.destroy_process_group()
 
 
-def compute_loss(args, head: nn.Module, x: Tensor, labels: Tensor | None = None) -> Tensor:
+def compute_loss(head: nn.Module, chunks: int, fused: bool, x: Tensor, labels=None) -> Tensor:
     """The sum of the losses of x ``[tokens, width]``; without labels, to evaluate, its logits."""
     if labels is None:
         return F.linear(x, head.weight)
     labels = labels.flatten()
-    if args.fused:  # chunked: without options, it would make all logits
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=1 + len(x) // args.chunks)
+    if fused:  # chunked: without options, it would make all logits
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=1 + len(x) // chunks)
         return F.linear_cross_entropy(x, head.weight, labels, reduction="sum", options=options)
     sums = [
         checkpoint(sum_losses, head.weight, *chunk, use_reentrant=False)  # chunked: keeps no logits
-        for chunk in zip(x.chunk(args.chunks), labels.chunk(args.chunks), strict=True)
+        for chunk in zip(x.chunk(chunks), labels.chunk(chunks), strict=True)
     ]
     return torch.stack(sums).sum()
 

@@ -262,7 +262,8 @@ def by_dimension(o: Options) -> dict[str, Counter]:
     free = o.get("reshard_after_forward", pp == 1)
     held = o.get("keep_last", 0) / d.layers
     for units, once, n in ((blocks - experts, ends, shards), (experts / ep, 0, shards / ep)):
-        freed = units * (1 - held) + (d.end_units / split / pp if once else 0)
+        end_units = d.end_units / (2 if o.get("loss_chunks") else 1)  # its head is not freed
+        freed = units * (1 - held) + (end_units / split / pp if once else 0)
         gathers = (units + once) * others(n) + freed * others(n if free is True else free or 1)
         gathers *= size * (1 if pp > 1 else parts)
         scatters = 4 * (units + once) * others(n) * parts
@@ -456,6 +457,8 @@ LESSONS = [
             "--reshard-after-forward 2 --prefetch 1", "--reshard-after-forward no",
             "--ep 2 --experts 8 --top-k 2", "--ep 2 --tp 2 --experts 4 --balance bias",
             "--ep 2 --pp 2 --experts 4 --balance 0", "--ep 4 --cp 2 --experts 4 --ac full")),
+        case("--cp 2 --dp-shard 2 --ac full --offload-activations --loss-chunks 5", 4,
+             traits="branch tied llama"),
         case(f"{BFLOAT16} --ac full", 4, traits="rounds estimated"),
         traits="needs_gpt resumed_alike by_parameter",
         shows=("apply_techniques",), unsolved="So many dimensions are a choice to make."),

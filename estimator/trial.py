@@ -150,11 +150,24 @@ class ShortRun:
         # Of the outer one: ZeroRedundancyOptimizer broadcasts after the inner step.
         optimizer.register_step_pre_hook(self.before_update)
         optimizer.register_step_post_hook(self.after_update)
+        if any(getattr(self.args, name, None) for name in ("chunks", "loss_chunks")):
+            model.blocks[-1].register_forward_hook(self.after_blocks)
         if self.total_steps == 1:  # its state must exist already
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             optimizer.zero_grad()
+
+    def after_blocks(self, block: nn.Module, given, out: Tensor) -> None:
+        """Blocks and chunks of the loss are separate phases: with both in one, its middle would be
+        in a block of a model with many blocks, and in a chunk of one with few."""
+        if torch.is_grad_enabled():
+            self.end_phase("forward")
+            out.register_hook(lambda gradient: self.end_phase("backward"))
+
+    def end_phase(self, name: str) -> None:
+        self.live.name_phase(name)
+        self.live.begin_phase()
 
     def load_engine(self, engine) -> None:
         """:meth:`resume_or_exit` for DeepSpeed, which has made its shards before."""

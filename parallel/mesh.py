@@ -41,6 +41,10 @@ def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
     flag("--ac", choices=["none", "selective", "full"], default="none",
          help="recompute each block in backward; selective: except attention and "
          "every second matmul (default: none)")
+    flag("--offload-activations", action="store_true",
+         help="with --ac full: keep the inputs of blocks in CPU memory until backward")
+    flag("--loss-chunks", type=positive, metavar="N",
+         help="compute the loss in N chunks of tokens, without all logits (default: off)")
     flag("--compile", action="store_true", help="compile each block")
     flag("--dtype", choices=["float32", "bfloat16"], default="float32",
          help="dtype of compute and of the gathered weights (default: float32)")
@@ -95,6 +99,7 @@ def resolve(args, size, world_size: int):
         fail(f"{why} {shares}, shards times --accumulate; use --batch-size {near}")
     if args.compile:
         need_compiler(args.device)
+    check_long_context(args)
     if args.microbatches and args.pp == 1:
         fail(f"--microbatches {args.microbatches} is for a pipeline; use --accumulate")
     if args.pp == 1 or args.pipeline_schedule not in IN_A_V:
@@ -108,6 +113,21 @@ def resolve(args, size, world_size: int):
         fail(f"--ac selective does not work with {schedule}, whose backward has two parts; "
              "use --ac full or another schedule")  # fmt: skip
     return args
+
+
+def check_long_context(args) -> None:
+    """Check what ``--offload-activations`` and ``--loss-chunks`` cannot be combined with."""
+    if args.offload_activations and args.ac != "full":
+        fail(f"--offload-activations keeps the inputs of recomputed blocks, and --ac is {args.ac}; "
+             "use --ac full")  # fmt: skip
+    if args.offload_activations and args.compile:
+        fail("--offload-activations: a compiled block saves its input itself; leave out --compile")
+    if args.loss_chunks and args.pp > 1:
+        fail(f"--loss-chunks {args.loss_chunks}: a pipeline computes the loss of each micro-batch; "
+             "use --microbatches")  # fmt: skip
+    if args.loss_chunks and args.sequence_parallel:
+        why = f"with --sequence-parallel, each rank has the logits of 1/{args.tp} of the vocabulary"
+        fail(f"--loss-chunks {args.loss_chunks}: {why}; leave out one of them")
 
 
 def check_experts(args, size, ep: int, ranks: int) -> None:

@@ -26,6 +26,8 @@ PAIRS, TRIPLES, *LARGE = ([*itertools.combinations(DIMENSIONS, n)] for n in (2, 
 ALL = "--sequence-parallel --tie --accumulate 2 --ac full"
 EXTRAS = ["", "--ac full", "--ac selective", "--accumulate 2", "--tie", "--sequence-parallel", ALL]
 RARE = ["--offload", "--compile", "--packed --attention allgather"]
+ON_CPU = "--ac full --offload-activations"
+LONG = f"{ON_CPU} --loss-chunks 5"  # a million tokens: 5 does not divide the tokens of a rank
 
 
 def rows():
@@ -40,6 +42,18 @@ def rows():
             if "tp" not in triple:
                 extra = extra.replace("--sequence-parallel ", "")
             yield "+".join(triple), model, optimizer, extra
+    for pair, optimizer in itertools.product(PAIRS, TOLERANCE):
+        attentions = ["ring"]
+        if "cp" in pair:  # with tp, a rank has one head of keys, which ulysses cannot divide
+            attentions += ["allgather"] if "tp" in pair else ["allgather", "ulysses"]
+        for attention in attentions:
+            extra = f"{ON_CPU if 'pp' in pair else LONG} --attention {attention}"
+            yield "+".join(pair), "llama", optimizer, extra
+        if "pp" not in pair:
+            yield "+".join(pair), "gpt", optimizer, f"{LONG} --tie --accumulate 2 --offload"
+    yield "shard+cp", "mixture", "adamw", f"{LONG} --ep 2"
+    yield "tp+cp", "llama", "adamw", f"{ON_CPU} --sequence-parallel"
+    yield "shard+cp", "gpt", "adamw", f"{LONG} --packed --attention allgather"
     for some in PAIRS + TRIPLES:
         if {"shard", "cp"} & set(some):
             yield "+".join(some), "mixture" if "pp" not in some else "biased", "adamw", "--ep 2"
