@@ -32,7 +32,15 @@ from harness.settings import check_flags, fill, read_flags, replace
 from harness.snapshots import delivery
 from harness.state import load_file, save_file
 from harness.storage import local_folder
-from harness.world import count_cores, make_store, print0, this_script, together, world
+from harness.world import (
+    count_cores,
+    make_store,
+    print0,
+    this_script,
+    together,
+    wait_for_gloo,
+    world,
+)  # fmt: skip
 from jobs import choice
 from jobs.choice import Settings, init_weights
 
@@ -42,16 +50,19 @@ warnings.filterwarnings("ignore", r"`torch.distributed.\w+` is deprecated.*_sing
 # -------------------------------------------------------------------------------- command line
 
 
-def argument_parser(doc: str, only_gpt=False, experts=False) -> ArgumentParser:
+def argument_parser(
+    doc: str, only_gpt=False, experts=False, only: list[str] | None = None
+) -> ArgumentParser:
     """A parser with the flags that all training scripts share; a script adds its own flags.
 
     Args:
         doc: the script's docstring, shown by ``--help``.
         only_gpt: the technique supports only GPTs and Llamas.
         experts: the help shows the flags of a mixture of experts.
+        only: names of the shared flags that have a meaning in the script (default: all).
     """
     parser = cli.make_parser(doc)
-    choice.add_all_flags(parser, only_gpt, experts)
+    choice.add_all_flags(parser, only_gpt, experts, only)
     parser.only_gpt = only_gpt
     parser.experts = experts or not only_gpt
     return parser

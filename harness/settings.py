@@ -5,6 +5,7 @@ its command line. Other programs construct one, of which every field has a defau
 
 import argparse
 import dataclasses
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,12 +38,18 @@ def spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_flags(parser: ArgumentParser, subject: type, shown: bool = True, **helps: str):
-    """Add the flags of a subject as a group of the parser, and return the group. The help shows
-    them, if ``shown``, with ``helps`` instead of the help texts of these fields."""
+def add_flags(
+    parser: ArgumentParser, subject: type, shown: bool = True, only: Container | None = None,
+    **helps: str,
+):  # fmt: skip
+    """Add the flags of a subject, or ``only`` these, as a group of the parser, and return the
+    group. The help shows them, if ``shown``, with ``helps`` instead of the help texts of these
+    fields."""
     group = parser.add_argument_group(subject.TITLE)
     defaults = subject()
     for field in flags_of(subject):
+        if only is not None and field.name not in only:
+            continue
         names = field.metadata["names"]
         options = dict(field.metadata["options"])
         options["help"] = helps.get(field.name, options["help"]) if shown else argparse.SUPPRESS

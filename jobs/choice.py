@@ -6,6 +6,7 @@ files of its own task, and no others.
 """
 
 import argparse
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -204,17 +205,20 @@ class Settings(
         return str(hub.folder_of(self.weights).absolute())
 
 
-def add_all_flags(parser: ArgumentParser, only_gpt: bool = False, experts: bool = False) -> None:
-    """Add the flags of all settings. The help shows those of other models unless ``only_gpt``, and
-    those of a mixture of experts with ``experts``."""
-    add_flags(parser, Training)
-    add_flags(parser, Choice, **(ONLY_GPT if only_gpt else {}))
+def add_all_flags(
+    parser: ArgumentParser, only_gpt: bool = False, experts: bool = False,
+    only: Container | None = None,
+) -> None:  # fmt: skip
+    """Add the flags of all settings, or ``only`` these. The help shows those of other models unless
+    ``only_gpt``, and those of a mixture of experts with ``experts``."""
+    add_flags(parser, Training, only=only)
+    add_flags(parser, Choice, only=only, **(ONLY_GPT if only_gpt else {}))
     parser.set_defaults(model="gpt" if only_gpt else None)
-    add_flags(parser, ImageOptions, shown=not only_gpt)
-    add_flags(parser, TextOptions)
-    add_flags(parser, Experts, shown=experts)
+    add_flags(parser, ImageOptions, not only_gpt, only)
+    add_flags(parser, TextOptions, only=only)
+    add_flags(parser, Experts, experts, only)
     for subject in (Output, Hardware, Reproducibility):
-        group = add_flags(parser, subject)
+        group = add_flags(parser, subject, only=only)
     hidden = {"dest": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     parser.add_argument("--module", type=refuse_module, **hidden)
     group.add_argument("-h", "--help", action="help", help="print this help and exit")
