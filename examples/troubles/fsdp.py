@@ -5,10 +5,16 @@ torchrun --nproc_per_node=2 examples/troubles/fsdp.py
 
 import torch
 import torch.distributed as dist
-from shared import Model, backward, show
+from shared import Block, Model, backward, show
 from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_
 
 WHOLE = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -33,6 +39,52 @@ def one_rank_saves(remedy):
     if remedy or dist.get_rank() == 0:
         sd.get_model_state_dict(model, options=WHOLE)
     dist.barrier()
+
+
+def uneven_generation(remedy):
+    """Rank 0 has all its tokens first; a forward gathers the parameters from all ranks."""
+    model = sharded()
+    row = torch.ones(1, 4)
+    missing = 2 + dist.get_rank()  # tokens of this rank's sample
+    unfinished = torch.ones(())
+    while unfinished:
+        row = model(row)  # where a rank needs no more tokens, it ignores the result
+        missing -= 1
+        unfinished.fill_(missing > 0)
+        if remedy:
+            dist.all_reduce(unfinished, dist.ReduceOp.MAX)  # of any rank
+    dist.barrier()
+
+
+def gathers_for_each_token(remedy):
+    model = sharded()
+    units = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    if remedy:
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+    with CommDebugMode() as sent, torch.no_grad():
+        for _ in range(5):
+            model(torch.ones(1, 4))
+    if remedy:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(unit is not model, recurse=False)
+    backward(model)  # shards are trained as before
+    assert sent.get_total_counts() == 0, "each forward gathers the blocks again"
+
+
+def other_method(remedy):
+    """The hooks that gather and free parameters are of forward()."""
+
+    class Encoder(Block):
+        def encode(self, x):
+            return self.linear(x)
+
+    model = fully_shard(Encoder(), mesh=init_device_mesh("cpu", (2,)))
+    if remedy:
+        register_fsdp_forward_method(model, "encode")
+    model.encode(torch.ones(1, 4))
 
 
 def saved_sharded(remedy):
@@ -68,5 +120,7 @@ def frozen(remedy):
 
 
 if __name__ == "__main__":
-    hang = (one_rank_saves,)
-    show(mixed_tensors, one_rank_saves, saved_sharded, early_optimizer, frozen, hang=hang)
+    saving = one_rank_saves, saved_sharded
+    generating = uneven_generation, gathers_for_each_token, other_method
+    hang = (one_rank_saves, uneven_generation)
+    show(mixed_tensors, *saving, *generating, early_optimizer, frozen, hang=hang)
