@@ -214,8 +214,8 @@ def train(args, model: nn.Module, link: Link, group: dist.ProcessGroup, device) 
             dist.all_reduce(most, dist.ReduceOp.MAX, group)
             age = step - version
             common.print0(
-                f"step {step + 1}: reward {rewards.mean():.4f}, weights of completions {age} steps "
-                f"old, mean ratio {mean:.4f}, at most {most:.2g} from 1"
+                f"step {step + 1}: reward {rewards.mean():.4f}, completions {age} steps "
+                f"off-policy, mean ratio {mean:.4f}, at most {most:.2g} from 1"
             )
     link.sync()  # GRPO: no more batches, so the generators end
 
@@ -291,11 +291,6 @@ def main():
     world_size = dist.get_world_size()
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
     trains = rank < trainers  # GRPO: the first ranks; the others generate
-    common.print0(
-        f"pytorch_GRPO: {world_size} x {common.device_name(device)} ({dist.get_backend()}), "
-        f"{args.model}: {trainers} train, {args.generators} generate; per step "
-        f"{args.prompts} x {args.group_size} completions of {args.length} tokens"
-    )
 
     # 2. Model
     with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
@@ -304,6 +299,12 @@ def main():
     train_group = dist.new_group(range(trainers))
     link = Link(args, model, trainers, device)
     half = args.dtype == "bfloat16"
+    size = sum(p.numel() * (2 if half else p.itemsize) for p in model.parameters()) / 1e6
+    common.print0(
+        f"pytorch_GRPO: {world_size} x {common.device_name(device)} ({dist.get_backend()}), "
+        f"{args.model}: {trainers} train, {args.generators} generate; per step "
+        f"{args.prompts} x {args.group_size} completions; {size:,.1f} MB of weights per sync"
+    )
     if trains:
         mesh = DeviceMesh.from_group(train_group, device.type)  # GRPO: FSDP among the trainers
         policy = MixedPrecisionPolicy()

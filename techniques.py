@@ -312,7 +312,7 @@ class Technique(NamedTuple):
     rounds        computes in lower precision in each case
     differs       ends with other weights than one process by design
     unclipped     refuses --clip-grad
-    no_training   is no training script
+    no_training   is no training script, or does not train on batches of data
     saved_alike   saves and resumes with the same code as another row, whose usual tests suffice
     loaded_alike  loads --weights with the same code as another row, whose usual test suffices
     resumed_alike  resumes to the same bits if another row does: the usual test resumes it only on
@@ -494,6 +494,8 @@ LESSONS = [
     row("pytorch_QLoRA", "LoRA", SHELF, *both(lora), case("", 2, 1, 3, 4, traits="tied llama"),
         HALF, traits="needs_gpt saved_alike own_files",
         shows=("quantize", "dequantize", "Product", "pack")),
+    row("pytorch_GRPO", "FSDP", SHELF, nothing, lambda n, o: {"broadcast": in_half(o)},
+        case("", 4), traits="needs_gpt no_training", shows=("sync", "exchange", "loss_of")),
     row("pytorch_float8", "FSDP", SHELF, sharded,
         lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(),
         traits="needs_gpt rounds saved_alike",
@@ -511,7 +513,8 @@ LESSONS = [
     row("accelerate_DeepSpeed", "DeepSpeed", LIBRARY, *both(deepspeed), case(STAGE(2))),
 ]  # fmt: skip
 LIBRARIES = [one for one in LESSONS if one.part == LIBRARY]
-TECHNIQUES = [x for x in LESSONS if x not in LIBRARIES and "no_training" not in x.traits]
+OURS = [one for one in LESSONS if one.part != LIBRARY]
+TECHNIQUES = [one for one in OURS if "no_training" not in one.traits]
 
 
 def technique(name: str) -> Technique:

@@ -9,6 +9,7 @@ By the name of their block, of a row of techniques.py:
     comm-NAME      the bytes that a rank sends, and how long they take on two links
     answer-NAME-1  a folded answer, with figures of recorded runs
     tested-NAME    what the tests compare
+    sync-GRPO      the weights that a generator gets
 
 report/quoted.json has what others have published, for a page whose technique is not predicted.
 
@@ -81,6 +82,7 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
         found[f"worked-{name}"] = worked(name, shown, results["front"])
         if theory_of(name, shown):
             found[f"comm-{name}"] = communication(name, shown, results, links)
+    found["sync-GRPO"] = sync(technique("GRPO"), links)
     found |= quotes() | saved()
     for path in sorted(ANSWERS.glob("*.md")):
         found |= answers(root, path, results)
@@ -272,6 +274,13 @@ def time_of(sent: dict[str, float], links: dict, link: str) -> str:
     rate = links[link]["bandwidth"]
     taken = 1e3 * sum(sent.values()) / rate
     return f"at {rate / 1e9:.4g} GB/s ({NAMES[link]}) {taken:,.0f} ms"
+
+
+def sync(row: Technique, links: dict) -> str:
+    """The bytes of the weights that trainers send to generators, and how long they take."""
+    sent = {"broadcast": row.sends(GPUS, {"dtype": "bfloat16"})["broadcast"] * LLAMA.whole}
+    times = ", ".join(time_of(sent, links, link) for link in LINKS)
+    return f"The weights of Llama-3-8B in bfloat16 are {sent['broadcast'] / 1e9:.1f} GB: {times}."
 
 
 def alone(shown: dict, results: dict) -> dict:

@@ -27,6 +27,7 @@ from report.results import NOT_YET, ROOT, WORDS, Unusable, load, read_result
 from techniques import (
     LESSONS,
     MODEL,
+    OURS,
     PARTS,
     SHELF,
     TECHNIQUES,
@@ -112,7 +113,7 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
         if row.parent and rows_of(row, results["gpt"]):
             blocks[row.name] = technique_block(row, results["gpt"])
     blocks |= predictions.blocks(root, results)
-    blocks |= schematics(root) | diffs.blocks(root, TECHNIQUES) | front.blocks(root, results)
+    blocks |= schematics(root) | diffs.blocks(root, OURS) | front.blocks(root, results)
     blocks |= lessons.blocks(root, results) | next_blocks(root) | {"parts": parts_list(root)}
     add_exercises(root, blocks)
     return blocks
@@ -243,7 +244,7 @@ def add_exercises(root: Path, blocks: dict[str, str]) -> None:
 def schematics(root: Path) -> dict[str, str]:
     """The picture of each technique that has one."""
     images = root / "docs" / "images"
-    names = [row.name for row in TECHNIQUES if (images / f"schematic-{row.name}.svg").is_file()]
+    names = [row.name for row in OURS if (images / f"schematic-{row.name}.svg").is_file()]
     picture = "![Schematic: {0}](../images/schematic-{0}.svg)"
     return {f"schematic-{name}": picture.format(name) for name in names}
 

@@ -70,7 +70,9 @@ def script_in(line):
 
 # The commands of docs/techniques/
 LESSONS = [line for page in ENGLISH if "techniques" in page.parts for line in shell_lines(page)]
-LESSONS = [line for line in LESSONS if (script_in(line)[0] or "").startswith("pytorch_")]
+SCRIPTS_OF = {line: (script_in(line)[0] or "").removesuffix(".py") for line in LESSONS}
+LESSONS = [line for line in LESSONS if SCRIPTS_OF[line].startswith("pytorch_")]
+LESSONS = [line for line in LESSONS if SCRIPTS_OF[line] not in NO_TRAINING]
 LAUNCHED = {line.split(" pytorch_")[0].split(" --")[0]: line for line in reversed(LESSONS)}
 # One of each launcher is typed; the others are in test_first_command and test_scripts.py
 TYPED = [c for c in LAUNCHED.values() if not c.startswith(("torchrun", "python pytorch_"))]

@@ -13,7 +13,7 @@ import pytorch_GRPO as script
 
 JOB = "--model gpt-2x2x20 --prompts 3 --group-size 4 --length 5 --max-steps 5 --print-freq 1"
 JOB += " --device cpu --lr 0.01 --clip 0.05"
-SHOWN = r"reward (\S+), weights of completions (\d) steps old, mean ratio \S+, at most (\S+) from 1"
+SHOWN = r"reward (\S+), completions (\d) steps off-policy, mean ratio \S+, at most (\S+) from 1"
 
 
 @pytest.fixture
