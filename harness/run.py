@@ -247,7 +247,7 @@ class Run(Resumable):
         last = min(self.steps_per_epoch, self.total_steps - first)
         loader.batch_sampler.begin = begin
         share = share_of(loader)
-        copies = world().size // share[1]  # ranks that have the same batch
+        copies = max(1, world().size // share[1])  # ranks that have the same batch
         self.state.begin_line()
         title = f"epoch {epoch + 1}/{self.epochs}"
         self.display.start_epoch(title, begin * self.args.batch_size, last * self.args.batch_size)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import cases, environment, server
 
-from measure.faults import inject
+from measure.faults import inject, replicas
 
 
 @pytest.fixture
@@ -47,3 +47,18 @@ def test_broken_anywhere_it_ends_with_the_same_bits(script, trials, how, tried):
     assert f"{trials} trials: {trials} clean, 0 wrong, 0 hung" in said
     if trials == 20:
         assert all(re.search(rf": {kind} ", said) for kind in inject.KINDS)
+
+
+KILLED = [  # a seed of: a replica that is let in again; two that die, one that is stopped; four
+    (1, "--seed 12 --kinds kill", "came back"),
+    (3, "--seed 5", "step"),
+    (4, "--seed 1", "step"),
+]
+
+
+@cases("trials, how, says", KILLED, lambda *row: row == KILLED[0])
+def test_without_a_replica_the_others_train_on(trials, how, says, tried):
+    """As one process on the samples of those that are left, in every step."""
+    said, code = tried(replicas, f"--trials {trials} {how} --patience 6")
+    assert code == 0, said
+    assert f"{trials} trials: {trials} clean, 0 wrong, 0 hung" in said and says in said

@@ -9,7 +9,9 @@ FAULT says what happens: a JSON object with
     rank     whose
     step     at which step; of a phase that belongs to a snapshot: while the first snapshot is
              written at this step or a later one
-    phase    data, forward, backward, optimizer; during write, before rename, after rename
+    phase    data, forward, backward, optimizer; before sum, in sum, before vote, after vote, of
+             pytorch_fault_tolerance.py; during write, before rename, after rename
+    samples  optional, by step: the positions in its batch that a single process trains on
     events   a file; a line is added at every start, at the fault, and at every first step: when,
              what, after how many restarts, and at which epoch and step of it, counted from 0
 
@@ -122,7 +124,9 @@ def count_steps(kind):
         step += 1
         place = epoch, index
         happen("data")
-        return prepare(data, batch, device, seed, epoch, index, *args)
+        found = prepare(data, batch, device, seed, epoch, index, *args)
+        kept = FAULT.get("samples", {}).get(str(step))
+        return tuple(tensor[kept] for tensor in found) if kept else found
 
     kind.prepare = prepare_and_count
 
@@ -143,6 +147,22 @@ def in_backward(module, args, output):
         output.register_hook(lambda gradient: happen("backward"))
 
 
+def between(kind, name, before, after, which=lambda *_: True):
+    """Let the fault happen before or after a method of PyTorch that the script itself calls."""
+    method = getattr(kind, name)
+
+    def replacement(*args):
+        due = which(*args)
+        happen(before if due else None)
+        found = method(*args)
+        happen(after if due else None)
+        return found
+
+    setattr(kind, name, replacement)
+
+
+between(dist.ProcessGroupGloo, "allreduce", "before sum", "in sum")
+between(dist.PrefixStore, "add", "before vote", "after vote", lambda _, key, *n: "votes" in key)
 nn.modules.module.register_module_forward_pre_hook(in_forward)
 nn.modules.module.register_module_forward_hook(in_backward)
 

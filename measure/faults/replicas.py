@@ -1,0 +1,236 @@
+"""Kill replicas of pytorch_fault_tolerance.py, and see whether the others end with right weights.
+
+    python measure/faults/replicas.py --trials 100 --seed 7
+
+A trial is a small job in float64 on three replicas of two ranks, each with its own torchrun (see
+agent.py). A random rank of one or two of them is killed, or stopped for ever, at a random step and
+phase (see victim.py). In half of the trials torchrun starts a killed replica again. What the other
+replicas print says whose samples are in which step. A single process repeats the job on them.
+
+    clean    the replicas that nothing happened to finished, with the same bits in every weight, and
+             these are those of the single process, up to the rounding of float64; a replica that
+             was let in again has them, too
+    wrong    it ended in another way
+    hung     it did not end within four minutes
+
+Exit code: 0 if all trials were clean, else 1.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from harness.measure import git_commit  # noqa: E402
+from measure.faults import inject  # noqa: E402
+
+PHASES = ["data", "forward", "backward", "optimizer"]
+PHASES += ["before sum", "in sum", "before vote", "after vote"]
+REPLICAS = 3
+RANKS = 2  # of a replica
+BATCH = 14  # which neither six nor four ranks can divide
+STEPS = 20
+# AdamW and clipping: a gradient that is wrong by a factor changes the weights
+JOB = (
+    f"--dataset synthetic --train-samples 60 --eval-samples 8 --batch-size {BATCH} --epochs 5 "
+    "--model gpt-2x4x16 --context 16 --double --deterministic --optimizer adamw --clip-grad 0.5 "
+    "--device cpu --print-freq 100 --timeout 60"
+)
+TOLERANCE = 1e-11
+START = re.compile(r"^step (\d+): replicas \[([\d, ]+)\]; this is \d+$", re.M)
+DEATH = re.compile(r"^step (\d+): .* dead, \[([\d, ]+)\] go on; (\d+) of \d+ samples", re.M)
+
+
+class Fault(NamedTuple):
+    """What happens to a replica."""
+
+    replica: int
+    rank: int
+    step: int
+    phase: str
+    kind: str
+
+    def __str__(self):
+        return f"{self.kind} {self.replica}.{self.rank} step {self.step:2} {self.phase}"
+
+
+def main():
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--kinds", nargs="+", choices=["kill", "stop"], default=["kill", "stop"])
+    parser.add_argument("--patience", type=float, default=8, help="that of the script, in seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
+    args = parser.parse_args()
+    args.server = inject.Server(os.environ | inject.ENVIRONMENT)
+    try:
+        with tempfile.TemporaryDirectory(prefix="replicas-", ignore_cleanup_errors=True) as folder:
+            outcomes = run_trials(args, Path(folder))
+    finally:
+        args.server.close()
+    sys.exit(outcomes.count("clean") != args.trials)
+
+
+def run_trials(args, folder):
+    print(f"$ python measure/faults/replicas.py {shlex.join(sys.argv[1:])}")
+    where = f"commit {git_commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
+    print(f"{where}; {REPLICAS} replicas of {RANKS} ranks: {JOB}", flush=True)
+    rng = random.Random(args.seed)
+    trials = []
+    for number in range(args.trials):
+        victims = rng.sample(range(REPLICAS), rng.choice([1, 1, 2]))
+        faults = []
+        for replica in victims:
+            kind = rng.choices(args.kinds, [4, 1][: len(args.kinds)])[0]
+            step = rng.randint(1, STEPS // 2)
+            faults.append(Fault(replica, rng.randrange(RANKS), step, rng.choice(args.phases), kind))
+        trials.append((folder / str(number), faults, rng.randrange(2)))
+
+    @functools.cache
+    def expected(history):
+        """Weights of a single process; ``history``: the positions that some steps keep, as JSON."""
+        output = folder / f"single-{abs(hash(history))}"
+        fault = {"kind": "none", "rank": 0, "step": 0, "phase": "none"}
+        fault |= {"samples": json.loads(history)}
+        command = f"python measure/faults/victim.py pytorch_SingleGPU.py {JOB}"
+        process = start(args, command, output, fault)
+        if process.wait(inject.LIMIT):
+            sys.exit(f"the single process failed: {(output / 'log').read_text()}")
+        return weights_of(output)
+
+    outcomes = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        results = pool.map(functools.partial(try_one, args, expected), *zip(*trials, strict=True))
+        for number, ((_, faults, again), (verdict, why)) in enumerate(
+            zip(trials, results, strict=True), 1
+        ):
+            outcomes.append(verdict)
+            what = " and ".join(map(str, faults)) + ("; restarted" if again else "")
+            print(f"trial {number:3}: {what}: {verdict}{why}", flush=True)
+    counts = ", ".join(f"{outcomes.count(each)} {each}" for each in ("clean", "wrong", "hung"))
+    print(f"{args.trials} trials: {counts}")
+    return outcomes
+
+
+def try_one(args, expected, folder, faults, again):
+    """Verdict, and what was wrong or who came back."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    folder.mkdir()
+    broken = {fault.replica: fault for fault in faults}
+    flags = f"--store 127.0.0.1:{store.port} --replicas {REPLICAS} --patience {args.patience}"
+    script = f"measure/faults/victim.py pytorch_fault_tolerance.py {JOB} {flags}"
+    launcher = f"--standalone --nproc_per_node={RANKS} --max-restarts={again}"
+    agents = []
+    for replica in range(REPLICAS):
+        fault = {"kind": "none", "rank": 0, "step": 0, "phase": "none"}
+        if replica in broken:
+            fault |= broken[replica]._asdict()
+        command = f"python measure/faults/agent.py {launcher} {script}"
+        agents.append(start(args, command, folder / str(replica), fault))
+    whole = [replica for replica in range(REPLICAS) if replica not in broken]
+    try:
+        codes = ends_of([agents[replica] for replica in whole], inject.LIMIT)
+        if None in codes:
+            return "hung", f" (it was ended after {inject.LIMIT} s): {folder}"
+        returning = [replica for replica in broken if again and broken[replica].kind == "kill"]
+        back = ends_of([agents[replica] for replica in returning], 20)  # None: it came too late
+        ended = whole + [r for r, code in zip(returning, back, strict=True) if code == 0]
+        return verdict_of(folder, expected, whole, codes, ended)
+    finally:
+        for replica, agent in enumerate(agents):
+            for process in [agent.pid, *inject.processes_of(folder / str(replica))]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            agent.wait()
+        if all((folder / f"{replica}/model.pt").exists() for replica in whole):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def verdict_of(folder, expected, whole, codes, ended):
+    said = (folder / f"{whole[0]}/log").read_text()
+    if any(codes):
+        return "wrong", f" (exit codes {codes})\n{said}"
+    history = samples_of(said)
+    single = expected(json.dumps(history))
+    found = [weights_of(folder / str(replica)) for replica in ended]
+    for weights in found:
+        if not all(torch.equal(weights[name], found[0][name]) for name in weights):
+            return "wrong", f" (replicas have different weights)\n{said}"
+    far = max(
+        ((found[0][name] - theirs).abs().max() / theirs.abs().max()).item()
+        for name, theirs in single.items()
+    )
+    left = ", ".join(f"step {step} with {len(kept)}" for step, kept in history.items())
+    more = f"; {len(ended) - len(whole)} came back" if len(ended) > len(whole) else ""
+    if far > TOLERANCE:
+        return "wrong", f" (weights differ by {far:.1e}: {left})\n{said}"
+    return "clean", f", {far:.0e} from one process: {left or 'no sample lost'}{more}"
+
+
+def samples_of(said):
+    """The positions in the global batch that are in each step that lost some, from what a replica
+    printed: who was there when the batch was divided, and who is left."""
+    kept = {}
+    before = []
+    lines = [*START.finditer(said), *DEATH.finditer(said)]
+    for line in sorted(lines, key=lambda match: match.start()):
+        members = list(map(int, line[2].split(",")))
+        if line.re is DEATH:
+            ranks = len(before) * RANKS
+            alive = [before.index(member) for member in members]
+            here = [i for i in range(BATCH) if i % ranks // RANKS in alive]
+            if len(here) != int(line[3]):
+                raise ValueError(f"{line[0]}: {len(here)} samples are of these replicas")
+            kept[line[1]] = here
+        before = members
+    return kept
+
+
+def weights_of(output):
+    return torch.load(output / "model.pt", weights_only=True)
+
+
+def start(args, command, output, fault):
+    output.mkdir()
+    (output / "events").touch()
+    env = os.environ | inject.ENVIRONMENT | {"TMPDIR": str(output)}
+    env["FAULT"] = json.dumps(fault | {"events": str(output / "events")})
+    with open(output / "log", "w") as log:
+        words = shlex.split(f"{command} --output-dir {output}")
+        return args.server.start(words, stdout=log, stderr=log, cwd=ROOT, env=env)
+
+
+def ends_of(agents, seconds):
+    """Exit codes; ``None`` of those that do not end in time."""
+    end = time.monotonic() + seconds
+    codes = []
+    for agent in agents:
+        try:
+            codes.append(agent.wait(max(0.1, end - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            codes.append(None)
+    return codes
+
+
+if __name__ == "__main__":
+    main()
