@@ -201,14 +201,15 @@ def train(args, model: nn.Module, link: Link, group: dist.ProcessGroup, device) 
         advantages = advantages_of(rewards, args.group_size)
         optimizer.zero_grad()  # otherwise gradients would accumulate
         new = logprobs_of(model, prompts[mine], tokens[mine], args.temperature)
-        loss = loss_of(new, old[mine], advantages[mine], args.clip)
+        share = len(new) * group.size() / len(old)  # GRPO: of two trainers, one may have one more
+        loss = loss_of(new, old[mine], advantages[mine], args.clip) * share
         loss.backward()  # FSDP: all-gathers again, and reduce-scatters each block's gradients
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
         if (step + 1) % args.print_freq == 0 or step + 1 == args.max_steps:
             ratio = (new.detach() - old[mine]).exp()
-            mean = ratio.mean() / group.size()
+            mean = ratio.sum() / old.numel()
             most = (ratio - 1).abs().max()
             dist.all_reduce(mean, group=group)
             dist.all_reduce(most, dist.ReduceOp.MAX, group)
@@ -227,12 +228,9 @@ def check_ranks(args, ranks: int) -> int:
     if trainers < 1:
         why = f"--generators {args.generators} leaves no trainer of {ranks} ranks"
         common.fail(f"{why}; use --nproc_per_node={args.generators + 1} or more")
-    if samples % trainers:
+    if samples < max(trainers, args.generators):
         what = f"--prompts {args.prompts} x --group-size {args.group_size} = {samples} completions"
-        common.fail(f"{what} are not divisible by {trainers} trainers; use multiples of it")
-    if samples < args.generators:
-        why = f"has no work with {samples} completions"
-        common.fail(f"--generators {args.generators}: one {why}; use fewer generators")
+        common.fail(f"{what} are too few for {ranks} ranks; use more of them, or fewer ranks")
     return trainers
 
 
@@ -298,6 +296,7 @@ def main():
     # GRPO: all ranks make both groups, in this order
     train_group = dist.new_group(range(trainers))
     link = Link(args, model, trainers, device)
+    common.hangs.listen(args.timeout)  # GRPO: sets the timeout of these groups, too
     half = args.dtype == "bfloat16"
     size = sum(p.numel() * (2 if half else p.itemsize) for p in model.parameters()) / 1e6
     common.print0(

@@ -500,6 +500,8 @@ LESSONS = [
         shows=("quantize", "dequantize", "Product", "pack")),
     row("pytorch_GRPO", "FSDP", SHELF, nothing, lambda n, o: {"broadcast": in_half(o)},
         case("", 4), traits="needs_gpt no_training", shows=("sync", "exchange", "loss_of")),
+    row("pytorch_GRPO", "FSDP", SHELF, nothing, nothing, case("", 4),
+        traits="needs_gpt no_training", shows=("sync", "exchange", "loss_of")),
     row("pytorch_float8", "FSDP", SHELF, sharded,
         lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(),
         traits="needs_gpt rounds saved_alike",
@@ -517,8 +519,7 @@ LESSONS = [
     row("accelerate_DeepSpeed", "DeepSpeed", LIBRARY, *both(deepspeed), case(STAGE(2))),
 ]  # fmt: skip
 LIBRARIES = [one for one in LESSONS if one.part == LIBRARY]
-OURS = [one for one in LESSONS if one.part != LIBRARY]
-TECHNIQUES = [one for one in OURS if "no_training" not in one.traits]
+TECHNIQUES = [x for x in LESSONS if x not in LIBRARIES and "no_training" not in x.traits]
 
 
 def technique(name: str) -> Technique:

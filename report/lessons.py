@@ -82,7 +82,9 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
         found[f"worked-{name}"] = worked(name, shown, results["front"])
         if theory_of(name, shown):
             found[f"comm-{name}"] = communication(name, shown, results, links)
-    found["sync-GRPO"] = sync(technique("GRPO"), links)
+    size = 2 * LLAMA.whole
+    times = ", ".join(time_of({"broadcast": size}, links, link) for link in LINKS)
+    found["sync-GRPO"] = f"Llama-3-8B in bfloat16 is {size / 1e9:.1f} GB of weights: {times}."
     found |= quotes() | saved()
     for path in sorted(ANSWERS.glob("*.md")):
         found |= answers(root, path, results)
@@ -274,13 +276,6 @@ def time_of(sent: dict[str, float], links: dict, link: str) -> str:
     rate = links[link]["bandwidth"]
     taken = 1e3 * sum(sent.values()) / rate
     return f"at {rate / 1e9:.4g} GB/s ({NAMES[link]}) {taken:,.0f} ms"
-
-
-def sync(row: Technique, links: dict) -> str:
-    """The bytes of the weights that trainers send to generators, and how long they take."""
-    sent = {"broadcast": row.sends(GPUS, {"dtype": "bfloat16"})["broadcast"] * LLAMA.whole}
-    times = ", ".join(time_of(sent, links, link) for link in LINKS)
-    return f"The weights of Llama-3-8B in bfloat16 are {sent['broadcast'] / 1e9:.1f} GB: {times}."
 
 
 def alone(shown: dict, results: dict) -> dict:

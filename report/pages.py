@@ -26,8 +26,8 @@ from report.blocks import draw as table
 from report.results import NOT_YET, ROOT, WORDS, Unusable, load, read_result
 from techniques import (
     LESSONS,
+    LIBRARIES,
     MODEL,
-    OURS,
     PARTS,
     SHELF,
     TECHNIQUES,
@@ -36,6 +36,7 @@ from techniques import (
     technique,
 )
 
+OURS = [row for row in LESSONS if row not in LIBRARIES]
 SUITES = ("gpt", "shakespeare", "peers", "gpu")  # with tables of their own
 RESULTS = (*SUITES, "front", "outputs", "collectives", "published", "one_gpu", "course")
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)

@@ -75,10 +75,10 @@ def train_alone(args):
 
 
 RANKS = [  # trainers, generators
-    (2, 2, "--sync-every 2"),
+    (2, 2, "--sync-every 2 --group-size 3"),  # five and four completions
     (1, 1, "--temperature 0.7"),
     (3, 1, "--model llama-2x2x20 --sync-every 3"),
-    (2, 5, "--tie --clip-grad 1000"),
+    (5, 2, "--tie --clip-grad 1000"),
 ]
 
 
@@ -141,12 +141,12 @@ def test_tokens_are_drawn_by_their_probabilities(read_flags):
 
 MISTAKES = {
     "--generators 2": ("leaves no trainer of 2 ranks", "--nproc_per_node=3"),
-    "--prompts 3 --group-size 3 --generators 1 ": ("9 completions", "2 trainers"),
-    "--prompts 1 --group-size 2 --generators 3": ("no work with 2 completions", "fewer"),
+    "--prompts 1 --group-size 2": ("2 completions are too few for 4 ranks", "more"),
+    "--prompts 1 --group-size 2 --generators 3": ("2 completions are too few", "fewer ranks"),
 }
 
 
-@pytest.mark.parametrize("flags, ranks", list(zip(MISTAKES, (2, 3, 4), strict=True)))
+@pytest.mark.parametrize("flags, ranks", list(zip(MISTAKES, (2, 4, 4), strict=True)))
 def test_ranks_that_cannot_share_the_work(flags, ranks, read_flags):
     with refused(*MISTAKES[flags]):
         script.check_ranks(read_flags(flags), ranks)
