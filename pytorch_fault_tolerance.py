@@ -22,7 +22,6 @@ Sends       per step and rank, what pytorch_FSDP.py sends in a replica; and to R
 """
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -40,10 +39,7 @@ from torch.utils.data import DistributedSampler, Sampler
 import common
 from jobs.model_parts import units_of
 from jobs.text import Documents
-
-# Flags that each replica may set as it likes; with other ones it would take other steps
-OWN = ("output_dir", "data_dir", "resume", "store", "patience", "timeout", "device", "workers")
-OWN += ("local_rank", "serve", "print_freq", "snapshot_every", "on_save_error", "trace")
+from parallel.rounds import Rounds, serve
 
 
 class Shares(Sampler):
@@ -69,127 +65,21 @@ class Shares(Sampler):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.args.seed + self.epoch)
-        order = torch.randperm(self.samples, generator=generator)
+        order = torch.randperm(self.samples, generator=generator).tolist()
         for step in range(self.samples // self.args.batch_size):
             batch = order[step * self.args.batch_size :][: self.args.batch_size]
-            yield from batch[self.rank :: self.num_replicas].tolist()
+            yield from batch[self.rank :: self.num_replicas]
 
     def __len__(self) -> int:
         return self.samples // self.args.batch_size * self.size
 
 
-class Rounds:
-    """Who is alive, and what all that are alive agree on.
+class Replicas(Rounds):
+    """What the living replicas agree on and exchange: gradients, and the state of training.
 
     Every decision is a key of a store. The first proposal for a key stays, and all ranks act on the
-    one that stayed: so none applies a gradient that another has not. A round is the time between
-    two changes of members; each has its own groups, because a group with a dead member is useless.
-
-    Args:
-        args: with ``replicas``, ``store``, ``between`` and ``patience``.
-        device: of the model.
+    one that stayed: so none applies a gradient that another has not.
     """
-
-    def __init__(self, args: common.Settings, device: torch.device):
-        self.args = args
-        self.device = device
-        self.ranks = dist.get_world_size()  # of a replica
-        self.rank = dist.get_rank()
-        self.round = 0
-        self.members = []  # numbers of replicas; a replica that starts again has a new one
-        self.changed = False  # since the batch was divided
-        self.step = 0  # of the weights
-        self.group = None
-        self.me = 0
-        if not args.store:
-            return
-        host, _, port = args.store.rpartition(":")
-        store = dist.TCPStore(host, int(port), timeout=timedelta(seconds=args.timeout))
-        # Less than patience: a rank that waits for a dead one must be back when others count
-        self.limit = timedelta(seconds=args.patience / 2)
-        store.set_timeout(self.limit)
-        self.store = dist.PrefixStore("replicas", store)
-        number = torch.tensor(self.store.add("started", 1) if self.rank == 0 else 0, device=device)
-        dist.broadcast(number, src=0)
-        self.me = number.item()
-        for name, value in {**vars(args), "ranks of a replica": self.ranks}.items():
-            is_plain = value is None or isinstance(value, (bool, int, float, str))
-            if is_plain and name not in OWN and self.agree(name, repr(value)) != repr(value):
-                theirs = self.agree(name, "")
-                common.fail(f"{name} {value}: the other replicas have {theirs}; use the same")
-
-    def agree(self, key: str, proposal: str) -> str:
-        """The first value that anyone proposes for a key."""
-        return self.store.compare_set(key, "", proposal).decode()
-
-    def register(self, number: int) -> None:
-        """Say that this rank wants to be in a round; the last of a replica's ranks adds it to the
-        list, so a replica that has lost a rank is in no list."""
-        self.store.set(f"{number}/step of {self.me}", str(self.step))
-        if self.store.add(f"{number}/ranks of {self.me}", 1) == self.ranks:
-            self.store.append(f"{number}/joined", f"{self.me} ")
-
-    def joined(self, number: int) -> set[int]:
-        key = f"{number}/joined"
-        return set(map(int, self.store.get(key).split())) if self.store.check([key]) else set()
-
-    def next_round(self, newcomers: bool) -> None:
-        """Agree on the members of the next round. The old ones wait for each other, up to
-        --patience; ``newcomers``: whether others are let in."""
-        self.leave_group()
-        if self.round == 0 and self.store.check(["round"]):
-            self.round = int(self.store.get("round"))
-        while True:
-            number = self.round + 1
-            first = number == 1
-            self.register(number)
-            end = time.monotonic() + (self.args.patience if self.members else self.args.timeout)
-            while not self.store.check([f"{number}/members"]):
-                found = self.joined(number)
-                late = time.monotonic() > end
-                whole = (
-                    len(found) >= self.args.replicas if first else found.issuperset(self.members)
-                )
-                if self.me in found and (self.members or first) and (whole or late):
-                    if not newcomers:
-                        found &= set(self.members)
-                    chosen = sorted(found)[: self.args.replicas]  # old ones have lower numbers
-                    self.agree(f"{number}/members", " ".join(map(str, chosen)))
-                elif late:
-                    time.sleep(self.args.patience)  # others may be about to decide
-                    if not self.store.check([f"{number}/members"]):
-                        again = "start the store and all replicas again, with --resume auto"
-                        common.fail(f"no replica lets this one in; {again}", code=3)
-                time.sleep(0.02)
-            members = list(map(int, self.store.get(f"{number}/members").split()))
-            self.round = number
-            if self.me in members:
-                break
-            if self.members:
-                late = f"this replica was more than --patience {self.args.patience} s late"
-                common.fail(f"{late}, and the others go on; start it again", code=3)
-        self.members = members
-        self.changed = True
-        self.calls = 0
-        self.store.set("round", str(number))
-
-    def steps(self) -> list[int]:
-        """How many steps each member has done."""
-        return [int(self.store.get(f"{self.round}/step of {m}")) for m in self.members]
-
-    def leave_group(self) -> None:
-        """Close the connections: a rank that still waits for this one gets an error."""
-        if self.group and self.args.between == "nccl":
-            self.group.abort()
-        self.group = None
-
-    def make_group(self) -> None:
-        """Connect to this rank's counterparts. Unlike ``dist.new_group``, the class needs no group
-        of all ranks, some of which are dead."""
-        kind = dist.ProcessGroupNCCL if self.args.between == "nccl" else dist.ProcessGroupGloo
-        store = dist.PrefixStore(f"{self.round}/group {self.rank}", self.store)
-        mine = self.members.index(self.me)
-        self.group = kind(store, mine, len(self.members), self.limit)
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective, until it fails, others have given up, or --patience is over."""
@@ -244,10 +134,6 @@ class Rounds:
             failures = failures + 1 if self.members == members else 0
             if failures == 3:  # the same for all: nobody is dead, but the network does not work
                 raise RuntimeError(f"replicas {members} cannot reach each other: {why}")
-
-
-class Replicas(Rounds):
-    """What replicas exchange: gradients, and the state of training."""
 
     def divide(self, sampler: Shares) -> None:
         """Give a sampler the share of this replica."""
@@ -329,14 +215,6 @@ class Replicas(Rounds):
         common.print0(f"step {self.step}: replicas {self.members}; this is {self.me}")
 
 
-def serve(port: int) -> None:
-    """Keep the store until somebody ends this process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    print(f"the store listens on port {store.port}; Ctrl-C ends it", flush=True)
-    signal.pause()
-
-
 def check_flags(args: common.Settings) -> None:
     """Refuse flags that do not fit together, before the data are read."""
     ranks = common.world().size * args.replicas
@@ -346,6 +224,8 @@ def check_flags(args: common.Settings) -> None:
         common.fail(f"--store {args.store} has no port; use HOST:PORT, as of --serve PORT")
     if args.batch_size < ranks:
         common.fail(f"--batch-size {args.batch_size}: {ranks} ranks need a sample each; raise it")
+    if args.between == "nccl" and args.device == "cpu":
+        common.fail("--between nccl: there is no GPU; use --between gloo")
     if args.schedule == "plateau":
         common.fail("--schedule plateau: a replica that joins does not get its state; use cosine")
 
