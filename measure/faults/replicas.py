@@ -7,9 +7,9 @@ agent.py). A random rank of one or two of them is killed, or stopped for ever, a
 phase (see victim.py). In half of the trials torchrun starts a killed replica again. What the other
 replicas print says whose samples are in which step. A single process repeats the job on them.
 
-    clean    the replicas that nothing happened to finished, with the same bits in every weight, and
-             these are those of the single process, up to the rounding of float64; a replica that
-             was let in again has them, too
+    clean    the replicas that nothing happened to, and those that were started again, finished with
+             the same bits in every weight, and these are the weights of the single process, up to
+             the rounding of float64
     wrong    it ended in another way
     hung     it did not end within four minutes
 
@@ -49,6 +49,7 @@ REPLICAS = 3
 RANKS = 2  # of a replica
 BATCH = 14  # which neither six nor four ranks can divide
 STEPS = 20
+HOLD = 14  # before this step, replicas wait for one that torchrun starts again, for the test's sake
 # AdamW and clipping: a gradient that is wrong by a factor changes the weights
 JOB = (
     f"--dataset synthetic --train-samples 60 --eval-samples 8 --batch-size {BATCH} --epochs 5 "
@@ -140,9 +141,11 @@ def try_one(args, expected, folder, faults, again):
     flags = f"--store 127.0.0.1:{store.port} --replicas {REPLICAS} --patience {args.patience}"
     script = f"measure/faults/victim.py pytorch_fault_tolerance.py {JOB} {flags}"
     launcher = f"--standalone --nproc_per_node={RANKS} --max-restarts={again}"
+    returning = [replica for replica in broken if again and broken[replica].kind == "kill"]
+    seen = [f"{folder}/{replica}/events-again" for replica in returning]
     agents = []
     for replica in range(REPLICAS):
-        fault = {"kind": "none", "rank": 0, "step": 0, "phase": "none"}
+        fault = {"kind": "none", "rank": 0, "step": 0, "phase": "none", "hold": (HOLD, seen)}
         if replica in broken:
             fault |= broken[replica]._asdict()
         command = f"python measure/faults/agent.py {launcher} {script}"
@@ -152,10 +155,8 @@ def try_one(args, expected, folder, faults, again):
         codes = ends_of([agents[replica] for replica in whole], inject.LIMIT)
         if None in codes:
             return "hung", f" (it was ended after {inject.LIMIT} s): {folder}"
-        returning = [replica for replica in broken if again and broken[replica].kind == "kill"]
-        back = ends_of([agents[replica] for replica in returning], 20)  # None: it came too late
-        ended = whole + [r for r, code in zip(returning, back, strict=True) if code == 0]
-        return verdict_of(folder, expected, whole, codes, ended)
+        codes += ends_of([agents[replica] for replica in returning], 20)
+        return verdict_of(folder, expected, whole + returning, codes)
     finally:
         for replica, agent in enumerate(agents):
             for process in [agent.pid, *inject.processes_of(folder / str(replica))]:
@@ -166,9 +167,9 @@ def try_one(args, expected, folder, faults, again):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def verdict_of(folder, expected, whole, codes, ended):
-    said = (folder / f"{whole[0]}/log").read_text()
-    if any(codes):
+def verdict_of(folder, expected, ended, codes):
+    said = (folder / f"{ended[0]}/log").read_text()
+    if any(code != 0 for code in codes):
         return "wrong", f" (exit codes {codes})\n{said}"
     history = samples_of(said)
     single = expected(json.dumps(history))
@@ -181,10 +182,12 @@ def verdict_of(folder, expected, whole, codes, ended):
         for name, theirs in single.items()
     )
     left = ", ".join(f"step {step} with {len(kept)}" for step, kept in history.items())
-    more = f"; {len(ended) - len(whole)} came back" if len(ended) > len(whole) else ""
     if far > TOLERANCE:
         return "wrong", f" (weights differ by {far:.1e}: {left})\n{said}"
-    return "clean", f", {far:.0e} from one process: {left or 'no sample lost'}{more}"
+    return (
+        "clean",
+        f", {far:.0e} from one process: {left or 'no sample lost'}; {len(ended)} finished",
+    )
 
 
 def samples_of(said):

@@ -12,6 +12,7 @@ FAULT says what happens: a JSON object with
     phase    data, forward, backward, optimizer; before sum, in sum, before vote, after vote, of
              pytorch_fault_tolerance.py; during write, before rename, after rename
     samples  optional, by step: the positions in its batch that a single process trains on
+    hold     optional: a step, and files that a rank waits for before it
     events   a file; a line is added at every start, at the fault, and at every first step: when,
              what, after how many restarts, and at which epoch and step of it, counted from 0
 
@@ -67,6 +68,8 @@ def note(event, at=None):
 def happen(phase):
     """The fault, if this is its place."""
     global armed
+    if phase == "enters a list" and world().restarts:
+        Path(f"{FAULT['events']}-again").touch()
     saving = phase in ("during write", "before rename", "after rename")
     due = step >= FAULT["step"] if saving else step == FAULT["step"]
     if not armed or phase != FAULT["phase"] or not due or FAULT["kind"] in COLLECTIVES:
@@ -115,6 +118,13 @@ def before(module, name, phase):
     setattr(module, name, replacement)
 
 
+def wait_for_files():
+    at, files = FAULT.get("hold", (0, []))
+    end = time.monotonic() + 60
+    while step == at and not all(map(os.path.exists, files)) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
 def count_steps(kind):
     """Of a data set, which is asked for each batch."""
     prepare = kind.prepare
@@ -124,6 +134,7 @@ def count_steps(kind):
         step += 1
         place = epoch, index
         happen("data")
+        wait_for_files()
         found = prepare(data, batch, device, seed, epoch, index, *args)
         kept = FAULT.get("samples", {}).get(str(step))
         return tuple(tensor[kept] for tensor in found) if kept else found
@@ -162,6 +173,7 @@ def between(kind, name, before, after, which=lambda *_: True):
 
 
 between(dist.ProcessGroupGloo, "allreduce", "before sum", "in sum")
+between(dist.PrefixStore, "append", None, "enters a list")
 between(dist.PrefixStore, "add", "before vote", "after vote", lambda _, key, *n: "votes" in key)
 nn.modules.module.register_module_forward_pre_hook(in_forward)
 nn.modules.module.register_module_forward_hook(in_backward)
