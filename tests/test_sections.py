@@ -206,7 +206,20 @@ def test_how_often_blocks_are_compiled(is_dynamic, reads_it, shards, expected):
     assert found == expected and torch._dynamo.config.recompile_limit == 8
 
 
-# ---------------------------------------------------------------------- variables, and versions
+# ------------------------------------------------------------------ one GPU, variables, versions
+def test_accelerate_refuses_a_model_on_several_devices(monkeypatch):
+    accelerate = pytest.importorskip("accelerate")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.hf_device_map = {"0": 0, "1": 1}  # as from_pretrained(device_map="auto") leaves it
+    several = accelerate.DistributedType.MULTI_CPU
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", several)
+    with pytest.raises(ValueError, match="can't train a model that has been loaded") as refused:
+        accelerate.Accelerator(cpu=True).prepare(model)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    said = str(refused.value).partition(".")[0].replace("`", "")
+    assert said in " ".join((ROOT / "docs/troubleshooting.md").read_text().replace("`", "").split())
+
+
 def test_nccl_has_the_variables_and_lines_of_the_pages():
     library = Path(torch.__file__).parents[1] / "nvidia/nccl/lib/libnccl.so.2"
     if not library.is_file():
