@@ -1,8 +1,10 @@
 """Sections of the pages that answer a question: their code is tried."""
 
+import contextlib
 import mmap
 import re
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from textwrap import indent
 
@@ -230,3 +232,37 @@ def test_nccl_has_the_variables_and_lines_of_the_pages():
     with open(library, "rb") as file:
         found = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         assert not [name for name in names | lines if found.find(name.encode()) < 0]
+
+
+@pytest.mark.full
+def test_another_accelerator_in_the_lines_of_an_example(tmp_path):
+    """There is none here: the loss is that of the example as it is, on the CPU."""
+    [lines] = code_of("multi_node", "AMD (ROCm), Intel")
+    lines, backend = lines.rstrip().rsplit("\n", 1)
+    text = (ROOT / "examples" / "ddp.py").read_text().replace("STEPS = ", "STEPS = 2  # ")
+    whole = text.replace('    backend = "nccl" if device.type == "cuda" else "gloo"', backend)
+    _, begin, rest = whole.partition('    device = torch.device("cpu")\n')
+    own, end, _ = rest.partition("  # a GPU that has bfloat16\n")
+    whole = whole.replace(begin + own + end, f"{lines}\n")
+    assert "torch.cuda" not in whole and "nccl" in whole
+    printed = []
+    for name, script in (("as_it_is", text), ("replaced", whole)):
+        (tmp_path / f"{name}.py").write_text(script.replace("runs/ddp", f"runs/{name}"))
+        command = f"torchrun --standalone --nproc_per_node=2 {tmp_path}/{name}.py"
+        printed.append(succeed(command, forked=True, cwd=tmp_path).lines)
+    assert printed[0] == printed[1] != []
+
+
+def test_versions_of_the_page():
+    """What a package asks for, of those that are installed in the version of the page."""
+    page = (ROOT / "docs/ecosystem.md").read_text()
+    rows = re.findall(r"^\| (\S+) (\d\S+) \| (.*?) \|", page, re.MULTILINE)
+    assert len(rows) == 6
+    for name, version, said in rows:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            if metadata.version(name) != version:
+                continue
+            asked = [one.partition(";")[0] for one in metadata.requires(name) or []]
+            asked = [one.replace(" ", "").replace("(", "").replace(")", "") for one in asked]
+            asked = [one for one in asked if re.match(r"torch[<>=]", one)]
+            assert said == (f"`{asked[0]}`" if asked else "nothing")
