@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from estimator.sent import size_of
 from jobs.experts import MixtureOfExperts
 
 aten = torch.ops.aten
@@ -84,10 +85,7 @@ def keep_the_largest_share() -> None:
     make = ZeroRedundancyOptimizer._init_local_optimizer
 
     def make_of_largest(optimizer):
-        sizes = []
-        for groups in optimizer._partition_parameters():
-            tensors = [tensor for group in groups for tensor in group["params"]]
-            sizes.append(sum(tensor.numel() for tensor in tensors if tensor.requires_grad))
+        sizes = [size_of(groups) for groups in optimizer._partition_parameters()]
         optimizer.rank = sizes.index(max(sizes))
         make(optimizer)
 
