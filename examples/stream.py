@@ -190,10 +190,10 @@ def main():
     os.makedirs(f"{OUT}/best", exist_ok=True)
     model = make_model().to(device)
     train_set, eval_set = make_data()
-    sizes = [len(shard) for shard in train_set]
-    found = [sizes] * world
-    dist.all_gather_object(found, sizes)
-    if min(found) != max(found):  # each rank would have batches of its own
+    data = [BATCH, LANES, BLOCK, *map(len, train_set)]  # on which the order depends
+    found = [data] * world
+    dist.all_gather_object(found, data)
+    if min(found) != max(found):
         raise SystemExit("the ranks do not see the same shards")
     optimizer = torch.optim.AdamW(groups_of(model), LR, weight_decay=DECAY)
     rates = [group["lr"] for group in optimizer.param_groups]  # after the warm-up
@@ -206,6 +206,8 @@ def main():
         start = saved["step"]
         best = saved["best"]
         values = saved["values"]
+        if saved["data"] != data:  # some samples would come twice, and others never
+            raise SystemExit(f"{OUT} had other shards, BATCH, LANES or BLOCK: change them or OUT")
         if rank == 0:
             print(f"resumes after step {start}")
         model.load_state_dict(saved["model"])
@@ -258,7 +260,7 @@ def main():
             if is_best:
                 export(model.module, model.module.state_dict())
             saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-            saved |= {"step": step, "best": best, "values": values}
+            saved |= {"step": step, "best": best, "values": values, "data": data}
             torch.save(saved, f"{OUT}/part")
             os.replace(f"{OUT}/part", f"{OUT}/step-{step:08}.pt")  # never half a file
             for old in sorted(glob.glob(f"{OUT}/step-*.pt"))[:-2]:

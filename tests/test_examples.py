@@ -404,6 +404,8 @@ def test_a_stream_of_files(workers, plain, tmp_path_factory, tmp_path):
     found = run("stream", 3, tmp_path, code, own)
     assert found[16] == pytest.approx(expected[16], 1e-9)
     assert distance(best(tmp_path), best(whole)) <= 1e-9
+    finished = start("stream", 2, tmp_path, code.replace("3, 8", "4, 8"), own)
+    assert finished.code == 1 and "runs had other shards, BATCH, LANES" in finished.stderr
 
 
 @cases("name", ["checkpointing", "fsdp_checkpointing"], lambda n: n == "checkpointing")
