@@ -46,13 +46,13 @@ def prepared(path, prepare, rank):
 
 
 def tokenize(path):
-    time.sleep(2)
+    time.sleep(2.5)
     Path(path).write_text("tokens")
 
 
 def one_rank_prepares(remedy):
     """It takes longer than the timeout of a collective."""
-    patience = dist.new_group(timeout=timedelta(seconds=1))
+    patience = dist.new_group(timeout=timedelta(seconds=2))
     with tempfile.TemporaryDirectory() as folder:
         names = [folder]
         dist.broadcast_object_list(names)
