@@ -4,9 +4,19 @@ which are the same on any number of ranks; and what ratios say of older weights.
 import copy
 import re
 
+import psutil
 import pytest
 import torch
-from conftest import cases, launch, launcher, refused, relative_difference, succeed
+from conftest import (
+    cases,
+    launch,
+    launcher,
+    refused,
+    relative_difference,
+    started,
+    succeed,
+    wait_for,
+)
 
 import common
 import pytorch_GRPO as script
@@ -150,6 +160,18 @@ MISTAKES = {
 def test_ranks_that_cannot_share_the_work(flags, ranks, read_flags):
     with refused(*MISTAKES[flags]):
         script.check_ranks(read_flags(flags), ranks)
+
+
+@pytest.mark.full
+def test_nobody_waits_for_a_generator_that_has_died(tmp_path):
+    """As typed: it is torchrun that ends the others."""
+    command = f"{launcher('pytorch_GRPO', 3)} {JOB} --output-dir {tmp_path} --max-steps 100000"
+    with started(command) as run:
+        wait_for(lambda: "step 2:" in run.output[0])
+        ranks = psutil.Process(run.process.pid).children()
+        [generator] = [rank for rank in ranks if rank.environ().get("RANK") == "2"]
+        generator.kill()
+        assert run.end().code == 1
 
 
 @pytest.mark.full
