@@ -106,6 +106,8 @@ def make_technique(name: str, gpus: int, own: Sequence[str] = ()) -> Setup:
         split[dimension] = int(given.get(f"--{dimension}", usual))
     shares = gpus // split["tp"] // split["cp"] if launched or script == "DP" else 1
     shares //= split["pp"] if script == "ND_parallel" else 1
+    # --offload of other scripts moves activations
+    on_cpu = script == "FSDP_offload" or (script == "ND_parallel" and "--offload" in [*flags, *own])
     return Setup(
         name,
         (f"pytorch_{script}.py", *flags),
@@ -113,7 +115,7 @@ def make_technique(name: str, gpus: int, own: Sequence[str] = ()) -> Setup:
         gpus=gpus if script == "DP" else 1,
         shares=shares,
         unit=shares * int(given.get("--accumulate", 1)),
-        on_host=ALL_ON_HOST if script == "FSDP_offload" else ON_HOST,
+        on_host=ALL_ON_HOST if on_cpu else ON_HOST,
         **split,
     )
 

@@ -97,9 +97,9 @@ def resolve(args, size, world_size: int):
         near = max(args.batch_size // shares, 1) * shares
         why = f"--batch-size {args.batch_size} is the global batch and is not divisible by"
         fail(f"{why} {shares}, shards times --accumulate; use --batch-size {near}")
+    check_long_context(args)
     if args.compile:
         need_compiler(args.device)
-    check_long_context(args)
     if args.microbatches and args.pp == 1:
         fail(f"--microbatches {args.microbatches} is for a pipeline; use --accumulate")
     if args.pp == 1 or args.pipeline_schedule not in IN_A_V:
@@ -125,7 +125,7 @@ def check_long_context(args) -> None:
     if args.loss_chunks and args.pp > 1:
         fail(f"--loss-chunks {args.loss_chunks}: a pipeline computes the loss of each micro-batch; "
              "use --microbatches")  # fmt: skip
-    if args.loss_chunks and args.sequence_parallel:
+    if args.loss_chunks and args.sequence_parallel and args.tp > 1:
         why = f"with --sequence-parallel, each rank has the logits of 1/{args.tp} of the vocabulary"
         fail(f"--loss-chunks {args.loss_chunks}: {why}; leave out one of them")
 

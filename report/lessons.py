@@ -8,6 +8,7 @@ By the name of their block, of a row of techniques.py:
     worked-NAME    GiB per GPU of a model, beside the technique that the page begins with
     comm-NAME      the bytes that a rank sends, and how long they take on two links
     answer-NAME-1  a folded answer, with figures of recorded runs
+    million        peaks of a sequence of a million tokens, beside published ones: million.json
     tested-NAME    what the tests compare
     sync-GRPO      the weights that a generator gets
 
@@ -85,7 +86,7 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
     size = 2 * LLAMA.whole
     times = ", ".join(time_of({"broadcast": size}, links, link) for link in LINKS)
     found["sync-GRPO"] = f"Llama-3-8B in bfloat16 is {size / 1e9:.1f} GB of weights: {times}."
-    found |= quotes() | saved()
+    found |= quotes() | saved() | {"million": million(results["course"])}
     for path in sorted(ANSWERS.glob("*.md")):
         found |= answers(root, path, results)
     return found
@@ -251,6 +252,16 @@ def saved() -> dict[str, str]:
     }
     below = "Llama-3-8B: 12 bytes per parameter, by the formula in [techniques.py](techniques.py)"
     return {"problem-checkpoint": line, "worked-checkpoint": f"{draw(rows, columns)}\n\n{below}"}
+
+
+def million(course: dict) -> str:
+    """A table: predictions of pytorch_ND_parallel.py, and what others have published of theirs."""
+    shown = load(Path(__file__).with_name("million.json"))
+    rows = []
+    for row in shown["rows"]:
+        found = course["outputs"][row["run"]]["output"][0]
+        rows.append(row | {"peak": found["peak"], "host": found["host"] or None})
+    return draw(rows, shown["columns"]) + footer(course, "course", "predicted", [{}])
 
 
 def options_of(shown: dict) -> dict:

@@ -160,7 +160,9 @@ class FakeGpus(FakeTensorMode):
         self.number = 1  # that any tensor holds when it is fetched
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if kwargs.get("pin_memory"):  # which only a driver can do
+            kwargs["pin_memory"] = False
         name = func.__name__.split(".")[0]
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it comes again with what is in it

@@ -70,6 +70,7 @@ BEYOND = [f"pytorch_{name}" for name in ("TP", "TP --sequence-parallel", "PP", "
 BEYOND += [f"pytorch_CP --attention {name}" for name in ("allgather", "ulysses")]
 BEYOND += [f"pytorch_ND_parallel --{name} 2" for name in ("tp", "pp", "cp", "dp-shard")]
 BEYOND += [f"pytorch_PP --pipeline-schedule {name}" for name in ("gpipe", "interleaved", "zbv")]
+BEYOND += ["pytorch_ND_parallel --cp 2 --ac full --offload-activations --loss-chunks 5"]
 BEYOND += ["pytorch_ND_parallel --experts 4 --balance bias --offload"]
 BEYOND += ["pytorch_ND_parallel --experts 4 --balance 0 --ep 2"]
 RESUMED = ["SGD", "AdamW", "ZeRO AdamW", "ZeRO SGD", "sharded AdamW", "Muon", "master weights"]

@@ -28,7 +28,8 @@ OWN = [  # of scripts that have the flag
     ["--master-weights"],
     ["--attention ring", "--attention allgather", "--attention ulysses"],
     ["--accumulate 2"],
-    ["--ac full", "--ac selective"],
+    ["--ac full", "--ac selective", "--ac full --offload-activations"],
+    ["--loss-chunks 3"],
     ["--selective"],
     ["--fused"],
 ]
