@@ -79,8 +79,6 @@ dist.destroy_process_group()
 A_STAND_IN = """
 from types import SimpleNamespace
 
-util = SimpleNamespace(generate_id=lambda: "the-id")
-
 def note(*what):
     with open("runs/said", "a") as file:
         print(*what, file=file)
@@ -134,7 +132,8 @@ def test_loggers_on_rank_0(tmp_path):
         succeed(command, forked=True, cwd=tmp_path, PYTHONPATH=str(tmp_path))
         (out / "step-00000004.pt").unlink(missing_ok=True)
     said = (tmp_path / "runs" / "said").read_text().splitlines()
-    assert said == ["the-id allow", "2", "4", "the-id allow", "4", "6"]
+    run = (out / "wandb-id").read_text()
+    assert said == [f"{run} allow", "2", "4", f"{run} allow", "4", "6"]
     reader = event_accumulator.EventAccumulator(str(out / "tensorboard"))
     reader.Reload()
     assert [event.step for event in reader.Scalars("loss/evaluation")] == [2, 4, 6]
