@@ -3,6 +3,7 @@
 Differs     from pytorch_FSDP.py: Muon (Jordan 2024) updates the matrices of the blocks, and AdamW
             updates embeddings, norms and the last layer. Lines tagged "# Muon:".
 Command:    torchrun --nproc_per_node=4 pytorch_Muon.py
+            torchrun --nproc_per_node=4 pytorch_Muon.py --normalize rows (NorMuon)
 Use it      for transformer blocks, instead of torch.optim.Muon if parameters are sharded: each
             iteration of that all-gathers three matrices, or all-reduces two.
 Holds       what pytorch_FSDP.py holds with AdamW, minus 4/N bytes per element of a matrix (Muon has
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor  # Muon, option: of each row
 from torch.utils.data import DistributedSampler
 
 import common
@@ -44,9 +46,10 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 class Muon(torch.optim.AdamW):
     """Muon for matrices, which fully_shard has sharded by rows; AdamW for all other parameters."""
 
-    def __init__(self, groups: list[dict], matrices: list[Tensor], **options):
+    def __init__(self, groups: list[dict], matrices: list[Tensor], by_rows=False, **options):
         super().__init__(groups, **options)
         self.matrices = sorted(matrices, key=Tensor.numel, reverse=True)  # Muon: by size
+        self.by_rows = by_rows  # Muon, option: --normalize rows
 
     def update(self, p: Tensor) -> Tensor:
         """This rank's shard of the update to orthogonalize, padded to the largest shard's size."""
@@ -59,6 +62,27 @@ class Muon(torch.optim.AdamW):
         on_gpu = p.is_cuda and p.dtype == torch.float32  # Muon: bfloat16 is slow on many CPUs
         update = gradient.lerp(momentum, 0.95).to(torch.bfloat16 if on_gpu else p.dtype)
         return F.pad(update, (0, 0, 0, -(-len(p) // dist.get_world_size()) - len(update)))
+
+    def normalize(  # Muon, option: --normalize rows
+        self, matrices: list[Tensor], updates: list[Tensor]
+    ) -> list[Tensor]:
+        """NorMuon (Li et al. 2025, arXiv:2510.05491): divides each row by the root of the mean of
+        its squares over past steps. The norm of a whole update stays that of an orthogonal one."""
+        found = []
+        for p, update in zip(matrices, updates, strict=True):
+            rows = update.to(p.dtype)[: len(p.to_local())]  # without padding
+            squares = self.state[p].get("row_buffer", rows.new_zeros(len(p), 1))
+            if not isinstance(squares, DTensor):  # it is new, or whole from a snapshot
+                squares = distribute_tensor(squares, p.device_mesh, p.placements)
+                self.state[p]["row_buffer"] = squares
+            squares = squares.to_local()
+            squares.lerp_(rows.square().mean(1, keepdim=True), 1 - 0.95)
+            found.append(rows / (squares.sqrt() + 1e-8))
+        norms = torch.stack([rows.square().sum() for rows in found])
+        dist.all_reduce(norms)  # each rank has some rows of every matrix
+        norms = norms.sqrt().clamp(min=1e-7)
+        pairs = zip(matrices, found, norms, strict=True)
+        return [rows * (min(p.shape) ** 0.5 / norm) for p, rows, norm in pairs]
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -76,10 +100,14 @@ class Muon(torch.optim.AdamW):
             if rank < len(matrices):
                 full = orthogonalize(full.view(-1, matrices[rank].shape[1])).flatten()
             dist.all_to_all_single(shards, full, sent, received)  # Muon: and back to shards
-            for p, update in zip(matrices, shards.split(sent), strict=False):
+            updates = shards.split(sent)[: len(matrices)]
+            updates = [u.view(-1, p.shape[1]) for p, u in zip(matrices, updates, strict=True)]
+            if self.by_rows:  # Muon, option: --normalize rows
+                updates = self.normalize(matrices, updates)
+            for p, update in zip(matrices, updates, strict=True):
                 shard = p.to_local().mul_(1 - group["lr"] * group["weight_decay"])
                 scale = 0.2 * max(p.shape) ** 0.5  # Muon: for AdamW's lr (arXiv:2502.16982)
-                shard.add_(update.view(-1, p.shape[1])[: len(shard)], alpha=-group["lr"] * scale)
+                shard.add_(update[: len(shard)], alpha=-group["lr"] * scale)
         return super().step(closure)  # Muon: all other parameters
 
 
@@ -90,6 +118,10 @@ def main():
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32",
         help="dtype of compute and of the gathered weights (default: float32)",
+    )  # fmt: skip
+    parser.add_argument(  # Muon, option: --normalize rows
+        "--normalize", choices=["none", "rows"], default="none",
+        help="rows: NorMuon, which also adapts the size of the update of each row (default: none)",
     )  # fmt: skip
     args = common.parse_args(parser)
     if args.optimizer != "adamw":
@@ -140,7 +172,8 @@ def main():
     of_blocks = [p for block in blocks_of(model) for p in block.parameters()]
     matrices = [p for p in of_blocks if p.ndim == 2 and p.requires_grad]
     options = common.optimizer_class(args)[1]
-    optimizer = Muon(common.parameter_groups(args, model), matrices, **options)
+    groups = common.parameter_groups(args, model)
+    optimizer = Muon(groups, matrices, args.normalize == "rows", **options)
     args = common.replace(args, optimizer="muon")  # Muon: AdamW cannot resume its snapshots
     scheduler = common.make_scheduler(args, optimizer, len(train_loader))
     run = common.Run(args, device, train_loader)

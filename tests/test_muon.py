@@ -5,10 +5,13 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import launcher, read_run, relative_difference, succeed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import _muon
 
-from pytorch_Muon import orthogonalize
+from pytorch_Muon import Muon, orthogonalize
 
 HOOKS = "sent muon"
 JOB = "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 12 --epochs 9"
@@ -38,6 +41,43 @@ def test_uneven(train, tmp_path):
         command = f"{launcher('pytorch_Muon', n)} {JOB} {UNEVEN} --max-steps {steps}"
         succeed(f"{command} --resume auto --output-dir {tmp_path}", forked=True)
     assert relative_difference(read_run(tmp_path)[0], expected) < 1e-11
+
+
+def test_rows_are_normalized(become):
+    """As NorMuon is defined, for one matrix on one rank."""
+    become(size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (1,))
+    weight = distribute_tensor(torch.randn(6, 4, dtype=torch.float64), mesh, [Shard(0)])
+    weight.requires_grad_()
+    optimizer = Muon([{"params": [weight]}], [weight], by_rows=True, lr=0.1, weight_decay=0)
+    momentum = 0
+    mean = 0
+    for _ in range(3):
+        before = weight.to_local().detach().clone()
+        gradient = torch.randn(6, 4, dtype=torch.float64)
+        weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        optimizer.step()
+        momentum = 0.95 * momentum + 0.05 * gradient
+        update = orthogonalize(0.05 * gradient + 0.95 * momentum)
+        mean = 0.95 * mean + 0.05 * update.square().mean(1, keepdim=True)
+        update = update / (mean.sqrt() + 1e-8)
+        update = update * (0.2 * 24**0.5 / update.norm())
+        torch.testing.assert_close(weight.to_local().detach(), before - 0.1 * update)
+    dist.destroy_process_group()
+
+
+def test_normalized_rows_on_any_number_of_ranks(tmp_path):
+    """On four ranks, then on three, as on one."""
+    weights = []
+    for name, runs in (("one", [(1, 8)]), ("several", [(4, 4), (3, 8)])):
+        for n, steps in runs:
+            command = f"{launcher('pytorch_Muon', n)} {JOB} {UNEVEN} --normalize rows"
+            command += f" --max-steps {steps} --resume auto --output-dir {tmp_path / name}"
+            succeed(command, forked=True)
+        weights.append(read_run(tmp_path / name)[0])
+    assert relative_difference(*weights) < 1e-11
 
 
 @pytest.mark.full
