@@ -7,7 +7,7 @@ Command:    torchrun --nproc_per_node=4 pytorch_GRPO.py
             torchrun --nproc_per_node=4 pytorch_GRPO.py --generators 2 --sync-every 2
 Use it      to see how weights and completions travel, and which log-probabilities are compared. The
             reward is a toy: the share of letters that follow the letter before in the alphabet. No
-            snapshots are written: a run that is interrupted starts anew.
+            snapshots are written: a run that is interrupted starts from scratch.
 Holds       a trainer, what a rank of FSDP holds, and one whole unit while weights are sent; a
             generator 4 bytes per parameter, or 2 with bfloat16.
 Sends       with each --sync-every, 4 or 2 bytes per parameter, from rank 0 to the generators, after
@@ -32,7 +32,7 @@ from jobs.model_parts import units_of
 LETTERS = list("abcdefghijklmnop")
 PROMPT = 4  # letters
 FLAGS = "max_steps lr weight_decay clip_grad model kv_heads mlp_width tie print_freq output_dir"
-FLAGS += " device timeout seed deterministic double"  # GRPO: the shared ones that it uses
+FLAGS += " device timeout seed double"  # GRPO: the shared ones that have a meaning here
 
 
 # ------------------------------------------------------------------------- completions and loss
@@ -133,8 +133,8 @@ class Link:
         self.order = torch.zeros(2, dtype=torch.int64, device=device)
         every = args.generators
         self.shares = {trainers + i: slice(i, None, every) for i in range(every)}
-        tokens = torch.zeros(args.prompts * args.group_size, args.length, device=device)
-        self.batch = tokens.long(), tokens, tokens[:, 0].long()  # log-probabilities; versions
+        zeros = torch.zeros(args.prompts * args.group_size, args.length, device=device)
+        self.batch = zeros.long(), zeros, zeros[:, 0].long()  # tokens, log-probabilities, versions
 
     def send(self, tensor: Tensor) -> None:
         """Copy a tensor of rank 0 to the generators."""
