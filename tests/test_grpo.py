@@ -177,3 +177,8 @@ def test_nobody_waits_for_a_generator_that_has_died(tmp_path):
 @pytest.mark.full
 def test_one_process_says_how_to_start():
     assert "use --nproc_per_node=2 or more" in launch("python pytorch_GRPO.py --device cpu").refusal
+
+
+def test_flags_without_a_meaning_are_refused(read_flags):
+    with refused("unrecognized arguments: --resume auto"):
+        read_flags("--resume auto")
