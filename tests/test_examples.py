@@ -543,6 +543,7 @@ DIFFER = {
     "chat": {"make_model", "make_data", "forward", "export"},
     "lora": {"export"},
     "distillation": {"loss_of"},
+    "contrastive": {"make_data", "forward", "loss_of"},
     "stream": {"make_data", "order"},
 }
 DIFFER |= dict.fromkeys(("tp", "pp", "ep", "cp", "fsdp_tp"), {"make_model"})  # named blocks
