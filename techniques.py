@@ -191,6 +191,17 @@ def lora(n: int, o: Options) -> tuple[Bytes, Bytes]:
     return divide(kept | {"optimizer": K[o["optimizer"]] * share}, n), sent
 
 
+def low_bit(n: int, o: Options) -> tuple[Bytes, Bytes]:
+    """Moments of matrices have a byte and a share of a scale, ``double`` or not; those of norms are
+    in fp32."""
+    d = o["decoder"]
+    vectors = (d.norms + d.last_norm) / d.whole
+    moments = 2 * (1 + 4 / o["block"]) * (1 - vectors) + 8 * vectors
+    size = 2 if o["bf16_weights"] else 4
+    kept = {"parameters": size, "gradients": size, "optimizer": moments / (1 + o.get("double", 0))}
+    return divide(kept, n), gathered(n, o)
+
+
 def local(n: int, o: Options) -> tuple[Bytes, Bytes]:
     """An outer optimizer keeps the last common weights, and their momentum."""
     outer = {"outer": 8 * (o["outer_lr"] != 1 or o["outer_momentum"] > 0)}
@@ -502,6 +513,7 @@ LESSONS = [
         case("", 4), traits="needs_gpt no_training", shows=("sync", "exchange", "loss_of")),
     row("pytorch_GRPO", "FSDP", SHELF, nothing, nothing, case("", 4),
         traits="needs_gpt no_training", shows=("sync", "exchange", "loss_of")),
+        HALF, traits="needs_gpt saved_alike own_files"),
     row("pytorch_float8", "FSDP", SHELF, sharded,
         lambda n, o: gathered(n, {**o, "dtype": "bfloat16"}), case(),
         traits="needs_gpt rounds saved_alike",
@@ -509,6 +521,10 @@ LESSONS = [
     row("pytorch_Muon", "FSDP", SHELF, *both(muon),
         case("", 3, 1, 2, 4, traits="estimated"), HALF,
         traits="needs_gpt loaded_alike by_parameter"),
+    row("pytorch_low_bit_optimizer", "FSDP", SHELF, *both(low_bit),
+        case("", 3, 1, 2, 4, traits="estimated"),
+        case(f"{BFLOAT16} --bf16-weights", 2, traits="branch rounds estimated"),
+        traits="needs_gpt own_files", shows=("round_to", "pack", "update")),
     row("pytorch_DTensor", "", SHELF, nothing, nothing, case("", 4), traits="no_training"),
     row("accelerate_DDP", "torchrun_DDP", LIBRARY, *WHOLE, case()),
     row("lightning_Fabric", "torchrun_DDP", LIBRARY, *WHOLE, case()),

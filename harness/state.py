@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Shard, zeros
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.cli import fail
@@ -197,9 +198,14 @@ def load_others(folder: Path, snapshot: dict, others: dict) -> None:
 
 
 def make_room(saved: TensorStorageMetadata, parameter: Tensor) -> Tensor:
-    """A tensor for an entry of the optimizer's state: sharded as its parameter, or whole."""
+    """A tensor for an entry of the optimizer's state: sharded as its parameter, if it has as many
+    rows, or whole."""
     if saved.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
+    by_rows = isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
+    if by_rows and saved.size[:1] == parameter.shape[:1]:
+        layout = {"device_mesh": parameter.device_mesh, "placements": parameter.placements}
+        return zeros(saved.size, dtype=saved.properties.dtype, **layout)
     return torch.zeros(saved.size, dtype=saved.properties.dtype)
 
 

@@ -448,6 +448,18 @@ def qlora(block):
     lora()
 
 
+def low_bit(block):
+    """The single process has the optimizer of pytorch_low_bit_optimizer.py."""
+    import common
+    import pytorch_low_bit_optimizer as lesson
+
+    def make_optimizer(args, model):
+        groups = common.parameter_groups(args, model)
+        return lesson.AdamW8bit(groups, int(block), True, args.lr, args.weight_decay)
+
+    common.make_optimizer = make_optimizer
+
+
 def frozen():
     """Every fifth parameter is not trained: of a GPT embedding, values, experts."""
     import common

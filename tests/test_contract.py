@@ -44,7 +44,10 @@ TORCHAO = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
 BYTES = pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP gathers bytes as bfloat16")
 FUSED = pytest.mark.skipif(torch.__version__ < "2.14", reason="needs PyTorch 2.14")
 ADAPTERS = "LoRA", "QLoRA"  # which train adapters
-BLOCK = 8  # weights of QLoRA that share a scale
+BLOCK = 8  # numbers of a row that share a scale
+HOOKS = {"Muon": "muon", "LoRA": "lora", "QLoRA": f"qlora:{BLOCK}"}  # of the single process
+LOW = "low_bit_optimizer"
+HOOKS |= {LOW: f"low_bit:{BLOCK}"}
 FLOAT16 = [  # with a scaled loss
     (row, Case(case.flags.replace("bfloat16", "float16"), case.ranks, case.traits - {"branch"}))
     for row in TECHNIQUES
@@ -134,8 +137,9 @@ class Try(NamedTuple):
 
 
 def merged(row):
-    """LoRA writes a whole model only if it is asked to. A scale of QLoRA has to divide a row."""
-    more = {"LoRA": " --merge", "QLoRA": f" --merge --block {BLOCK}"}.get(row.name, "")
+    """LoRA writes a whole model only if it is asked to. Theory has to know the size of blocks."""
+    more = {"LoRA": " --merge", "QLoRA": f" --merge --block {BLOCK}"}
+    more = {**more, LOW: f" --block {BLOCK}"}.get(row.name, "")
     return row._replace(cases=tuple(c._replace(flags=(c.flags + more).strip()) for c in row.cases))
 
 
@@ -176,7 +180,7 @@ def is_possible(one):
     if by_heads and one.model == "llama" and one.n == 4:  # six heads
         return False
     # With this momentum, SGD would be ten times as fast.
-    has_no_sgd = one.technique.name == "Muon" or "--outer-momentum" in one.script
+    has_no_sgd = one.technique.name in ("Muon", LOW) or "--outer-momentum" in one.script
     return one.optimizer != "sgd" or not has_no_sgd
 
 
@@ -186,7 +190,7 @@ def is_first(one):
 
 def single(one, run_once):
     """The same job in the single process: what it left behind, and its folder."""
-    hooks = {"Muon": "muon", "LoRA": "lora", "QLoRA": f"qlora:{BLOCK}"}.get(one.technique.name, "")
+    hooks = HOOKS.get(one.technique.name, "")
     return run_once("pytorch_SingleGPU", 1, f"{one.job} --snapshot-every {SAVED}", hooks)[1]
 
 
@@ -236,7 +240,7 @@ def check_files(one, folder, weights, result):
     theirs = events | waits | weights_too | {"model.pt", "result.json", "snapshots"}
     assert names == theirs, f"it left {names - theirs or 'nothing more'}, but no {theirs - names}"
     expected = {"technique": one.technique.script, "world_size": one.n, "device": "cpu"}
-    optimizer = "muon" if one.technique.name == "Muon" else one.optimizer
+    optimizer = {"Muon": "muon", LOW: "adamw-8bit"}.get(one.technique.name, one.optimizer)
     expected |= {"optimizer": optimizer, "global_batch_size": one.batch}
     assert {name: result[name] for name in expected} == expected
     dtype = torch.float32 if one.rounds else torch.float64
@@ -434,7 +438,7 @@ def test_what_is_frozen_is_left_alone(one, run_once):
     job = one.job.replace(one.steps, "--max-steps 2" + " --double" * (not one.rounds))
     if loads_what_is_frozen(one):
         job += f" --weights {single(one, run_once)}/model.pt"
-    theirs = "frozen" + " muon" * (one.technique.name == "Muon")
+    theirs = f"frozen {HOOKS.get(one.technique.name, '')}".strip()
     _, reference = run_once("pytorch_SingleGPU", 1, job, theirs)
     _, folder = run_once(one.technique.script, one.n, f"{one.case.flags} {job}", "frozen")
     (weights, result) = read_run(folder)
@@ -483,7 +487,7 @@ def test_it_starts_with_the_weights_of_the_single_process(one, run_once, tmp_pat
     expected = torch.load(path, weights_only=True)
     weights = read_run(tmp_path)[0]
     packed = rounded(expected) if one.technique.name == "QLoRA" else {}
-    if one.technique.name in ("half_precision", *ADAPTERS) and "--dtype" in one.script:
+    if one.technique.name in ("half_precision", *ADAPTERS, LOW) and "--dtype" in one.script:
         dtype = torch.float32 if "--master-weights" in one.script else torch.bfloat16
         expected = {name: t.to(dtype).to(t.dtype) for name, t in expected.items()}
     expected |= packed
