@@ -490,8 +490,7 @@ LESSONS = [
         case("--sync-every 3 --outer-momentum 0.9", 2, traits="killed"), traits="differs",
         shows=("CommonWeights",)),
     row("pytorch_fault_tolerance", "FSDP", SHELF, *FSDP, case("", 2, traits="full"),
-        traits="needs_gpt saved_alike loaded_alike resumed_alike",
-        shows=("decide", "until_agreed", "average"),
+        traits="needs_gpt saved_alike loaded_alike resumed_alike", shows=("decide", "average"),
         unpredicted="a replica takes what FSDP takes on its ranks, and its gradients twice more"),
     row("pytorch_chunked_loss", "FSDP", SHELF, sharded, partial(gathered, ends=0.5),  # head once
         case("", 2, 1, 3, 4, traits="estimated tied llama"),

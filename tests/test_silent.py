@@ -74,7 +74,8 @@ def test_dropout_has_a_seed_of_each_rank(row):
     """What comes of it: test_which_ranks_drop_the_same, and check_ranks() of the contract."""
     text = (ROOT / f"{row.script}.py").read_text()
     alike = row.traits & {"one_process", "whole"}
-    own = "own" if row.name == "ND_parallel" else "rank"  # of several meshes
+    own = {"ND_parallel": "own", "fault_tolerance": "rank + world_size * replicas.me"}
+    own = own.get(row.name, "rank")  # of several meshes, or replicas
     seeds = re.findall(r"common\.seed_everything\((.*), args\.deterministic\)", text)
     assert seeds == ["args.seed" if alike else f"args.seed + {own}"]
 
