@@ -68,6 +68,7 @@ def test_rows_are_normalized(become):
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_normalized_rows_on_any_number_of_ranks(tmp_path):
     """On four ranks, then on three, as on one."""
     weights = []
