@@ -1,9 +1,12 @@
-"""Every rank has to use every parameter of a sharded module, or say that it does not.
+"""Every rank has to run the same sharded modules, equally often and in the same order.
 
-``fully_shard`` reduce-scatters the gradients that exist on a rank, in the order of the parameters.
-If one rank's samples use one layer, and those of another rank a layer of the same shape, the
-gradients of two layers are added up. In PyTorch 2.13 and later, the module's
-``set_reduce_scatter_unused_params(True)`` sends zeros for what is not used.
+``fully_shard`` gathers the weights of a module when a rank calls it, and reduce-scatters the
+gradients that exist on this rank, in the order of the parameters. If the samples of one rank use
+one layer, and those of another rank a layer of the same shape, the collectives fit each other:
+gradients of two layers are added up, and where each layer is a unit of its own, a rank computes
+with shards of both. Layers of different shapes hang, or end in an error.
+In PyTorch 2.13 and later, the module's ``set_reduce_scatter_unused_params(True)`` sends zeros for
+parameters that are not used, which is enough for layers in one unit.
 """
 
 import torch
@@ -23,10 +26,13 @@ class Heads(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
 
     def forward(self, x, kind, variant):
-        loss = self.heads[kind](x).square().mean()
-        if variant == "right":  # right: the other layer has a gradient, too, of zeros
-            loss = loss + 0 * self.heads[1 - kind](x).sum()
-        return loss  # wrong: this rank has no gradient of the other layer
+        if variant == "right":  # right: every rank runs both layers, in this order
+            losses = [head(x).square().mean() for head in self.heads]
+            return losses[kind] + 0 * losses[1 - kind]
+        loss = self.heads[kind](x).square().mean()  # wrong: the layer of this rank's samples alone
+        if variant == "order":
+            loss = loss + 0 * self.heads[1 - kind](x).sum()  # wrong: ranks begin with another one
+        return loss
 
 
 def train(model, kinds, variant):
@@ -44,10 +50,14 @@ def train(model, kinds, variant):
 def off_by(variant):
     alone = train(Heads(), [0, 1], "right")
     model = Heads()
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if variant != "gradients":
+        for head in model.heads:
+            fully_shard(head, mesh=mesh)  # each is gathered when it is called
+    fully_shard(model, mesh=mesh)
     train(model, [dist.get_rank()], variant)
     return difference(model, alone, Heads())
 
 
 if __name__ == "__main__":
-    show(off_by, "weights")
+    show(off_by, "weights", "gradients", "weights", "order")
