@@ -94,6 +94,20 @@ def saved_sharded(remedy):
         Model().load_state_dict(weights)
 
 
+def skipped_module(remedy):
+    """Rank 1 has a batch of text alone. Without the encoder, it does not send its shards of it."""
+    decoder = Model()
+    encoder = Model(width=8)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(encoder, mesh=mesh)
+    fully_shard(decoder, mesh=mesh)
+    loss = decoder(torch.ones(2, 4)).sum()
+    has_image = dist.get_rank() == 0
+    if has_image or remedy:
+        loss = loss + has_image * encoder(torch.ones(2, 8)).sum()
+    loss.backward()
+
+
 def early_optimizer(remedy):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -120,7 +134,6 @@ def frozen(remedy):
 
 
 if __name__ == "__main__":
-    saving = one_rank_saves, saved_sharded
-    generating = uneven_generation, gathers_for_each_token, other_method
-    hang = (one_rank_saves, uneven_generation)
-    show(mixed_tensors, *saving, *generating, early_optimizer, frozen, hang=hang)
+    hang = one_rank_saves, skipped_module, uneven_generation
+    rest = saved_sharded, gathers_for_each_token, other_method, early_optimizer, frozen
+    show(mixed_tensors, *hang, *rest, hang=hang)
