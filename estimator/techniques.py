@@ -32,6 +32,7 @@ ADVICE = {  # by a part of an error's message
     "no attribute 'requires_grad'": "this script needs blocks that return one tensor, not a tuple",
     "tensors was saved during": "a block saves less when recomputed; a cache needs use_cache=False",
     "to view Float as Byte": "DeepSpeed doesn't support scalar parameters; use a tensor of size 1",
+    "arguments: --accumulate": "FSDP with it: --only ND_parallel --ac none; HSDP: --dp-replicate 2",
 }
 
 
@@ -162,9 +163,12 @@ def predict(
         return found(mistake=f"{place_of(error)}{trial.why_numbers(error)}")
     except SystemExit:
         _, _, said = complaint.getvalue().strip().rpartition(": error: ")
-        return found(mistake=said.splitlines()[0] if said else "it ended before its first step")
+        said = said.splitlines()[0] if said else "it ended before its first step"
+        if advice := advice_on(said):
+            said = said.partition(" (")[0] + advice
+        return found(mistake=said)
     except Exception as error:
-        advice = next((f" ({ADVICE[part]})" for part in ADVICE if part in str(error)), "")
+        advice = advice_on(str(error))
         said = " ".join(f"{type(error).__name__}: {error}".split())[: 200 - len(advice)] + advice
         return found(mistake=place_of(error) + said, error=own_traceback(error))
     live, inputs = run
@@ -175,6 +179,10 @@ def predict(
     on_gpu = set(live.KINDS) - set(setup.on_host)
     host = live.peak((*on_gpu, "update"))  # the CPU's optimizer is fused
     return found(kinds, peaks, live.messages, inputs, host=sum(host.values()))
+
+
+def advice_on(message: str) -> str:
+    return next((f" ({ADVICE[part]})" for part in ADVICE if part in message), "")
 
 
 def few_blocks(blocks: int) -> tuple[list[int], int]:
