@@ -60,6 +60,11 @@ class LiveBytes(TorchDispatchMode):
         begin, known = self.phases[-1]
         self.phases[-1] = begin, known or name
 
+    def end_phase(self, name: str) -> None:
+        """Name the current phase, and begin one that is named later."""
+        self.name_phase(name)
+        self.begin_phase()
+
     def mark(self, tensors, kind: str, only: str | None = None) -> None:
         """Set the kind of tensors, or of those that have been of the kind ``only``."""
         for tensor in inner_tensors_of([*tensors]):

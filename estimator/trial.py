@@ -162,12 +162,8 @@ class ShortRun:
         """Blocks and chunks of the loss are separate phases: with both in one, its middle would be
         in a block of a model with many blocks, and in a chunk of one with few."""
         if torch.is_grad_enabled():
-            self.end_phase("forward")
-            out.register_hook(lambda gradient: self.end_phase("backward"))
-
-    def end_phase(self, name: str) -> None:
-        self.live.name_phase(name)
-        self.live.begin_phase()
+            self.live.end_phase("forward")
+            out.register_hook(lambda gradient: self.live.end_phase("backward"))
 
     def load_engine(self, engine) -> None:
         """:meth:`resume_or_exit` for DeepSpeed, which has made its shards before."""
@@ -303,11 +299,9 @@ def counting(live: LiveBytes, ranks: int | None, numbers=None) -> Iterator[None]
     def backward(*args, **kwargs):
         before = live.kind
         live.kind = "temporary"
-        live.name_phase("forward")
-        live.begin_phase()
+        live.end_phase("forward")
         call_backward(*args, **kwargs)
-        live.name_phase("backward")
-        live.begin_phase()  # the next micro-batch's forward or the optimizer, which will name it
+        live.end_phase("backward")  # then the next micro-batch's forward or the optimizer
         live.kind = before
 
     def make_hooks(hooks, pack, unpack):

@@ -36,7 +36,8 @@ MAY_KNOW = {  # of ours, besides the own room; for a lesson: LESSON
     "measure": OURS,  # what it measures
     "exercises": {"hangs", "harness", "techniques", "estimate", "estimator"},
 }
-PARTS = {f"pytorch_{name}" for name in ("TP", "PP", "CP", "EP", "activation_checkpointing")}
+PARTS = {"TP", "PP", "CP", "EP", "activation_checkpointing", "chunked_loss"}
+PARTS = {f"pytorch_{name}" for name in PARTS}
 MAY_KNOW |= {"pytorch_ND_parallel": {*LESSON, *PARTS}}  # which is made of lessons
 # Lines of code, without docstrings, comments and blank lines. A room may grow by PLAY before its
 # number here has to be discussed in an issue; a room that becomes lighter lowers it.
