@@ -29,7 +29,6 @@ OWN = [  # of scripts that have the flag
     ["--attention ring", "--attention allgather", "--attention ulysses"],
     ["--accumulate 2"],
     ["--ac full", "--ac selective", "--ac full --offload-activations"],
-    ["--loss-chunks 3"],
     ["--selective"],
     ["--fused"],
 ]
