@@ -49,7 +49,12 @@ def test_broken_anywhere_it_ends_with_the_same_bits(script, trials, how, tried):
         assert all(re.search(rf": {kind} ", said) for kind in inject.KINDS)
 
 
-KILLED = [(1, "--seed 23 --kinds kill"), (2, "--seed 37"), (4, "--seed 1")]
+KILLED = [
+    (1, "--seed 23 --kinds kill"),
+    (2, "--seed 37"),
+    (4, "--seed 1"),
+    (2, "--seed 3 --in-state"),
+]
 
 
 @cases("trials, how", KILLED, lambda *row: row == KILLED[0])

@@ -80,6 +80,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--kinds", nargs="+", choices=["kill", "stop"], default=["kill", "stop"])
+    parser.add_argument("--in-state", action="store_true",
+        help="one returns, and one of those that send it their state is killed")  # fmt: skip
     parser.add_argument("--patience", type=float, default=8, help="that of the script, in seconds")
     parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
     args = parser.parse_args()
@@ -105,7 +107,13 @@ def run_trials(args, folder):
             kind = rng.choices(args.kinds, [4, 1][: len(args.kinds)])[0]
             step = rng.randint(1, STEPS // 2)
             faults.append(Fault(replica, rng.randrange(RANKS), step, rng.choice(args.phases), kind))
-        trials.append((folder / str(number), faults, rng.randrange(2)))
+        again = rng.randrange(2)
+        if args.in_state:  # an old replica, while another one that was killed is let in again
+            again = 1
+            faults = [faults[0]._replace(kind="kill")]
+            other = rng.choice([r for r in range(REPLICAS) if r != faults[0].replica])
+            faults.append(Fault(other, rng.randrange(RANKS), HOLD, "in state", "kill"))
+        trials.append((folder / str(number), faults, again))
 
     @functools.cache
     def expected(history):
@@ -141,7 +149,8 @@ def try_one(args, expected, folder, faults, again):
     flags = f"--store 127.0.0.1:{store.port} --replicas {REPLICAS} --patience {args.patience}"
     script = f"measure/faults/victim.py pytorch_fault_tolerance.py {JOB} {flags}"
     launcher = f"--standalone --nproc_per_node={RANKS} --max-restarts={again}"
-    returning = [replica for replica in broken if again and broken[replica].kind == "kill"]
+    returning = [r for r, fault in broken.items() if again and fault.kind == "kill"]
+    returning = [r for r in returning if broken[r].phase != "in state"]  # which may be too late
     seen = [f"{folder}/{replica}/events-again" for replica in returning]
     agents = []
     for replica in range(REPLICAS):

@@ -9,8 +9,8 @@ FAULT says what happens: a JSON object with
     rank     whose
     step     at which step; of a phase that belongs to a snapshot: while the first snapshot is
              written at this step or a later one
-    phase    data, forward, backward, optimizer; before sum, in sum, before vote, after vote, of
-             pytorch_fault_tolerance.py; during write, before rename, after rename
+    phase    data, forward, backward, optimizer; before sum, in sum, before vote, after vote,
+             in state, of pytorch_fault_tolerance.py; during write, before rename, after rename
     samples  optional, by step: the positions in its batch that a single process trains on
     hold     optional: a step, and files that a rank waits for before it
     events   a file; a line is added at every start, at the fault, and at every first step: when,
@@ -173,6 +173,7 @@ def between(kind, name, before, after, which=lambda *_: True):
 
 
 between(dist.ProcessGroupGloo, "allreduce", "before sum", "in sum")
+between(dist.ProcessGroupGloo, "broadcast", None, "in state")
 between(dist.PrefixStore, "append", None, "enters a list")
 between(dist.PrefixStore, "add", "before vote", "after vote", lambda _, key, *n: "votes" in key)
 nn.modules.module.register_module_forward_pre_hook(in_forward)
