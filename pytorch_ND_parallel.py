@@ -83,9 +83,10 @@ def shard(args, stages: Iterable[nn.Module], mesh: DeviceMesh, mesh_2d, dtype) -
         for own in sum(experts, []):
             fully_shard(own, mesh=mesh_2d[dims], shard_placement_fn=own.width_dim, **often)
         for unit in units_of(stage):
-            is_shared = args.loss_chunks and unit is stage.head  # chunked: gathered for all chunks
-            free = args.reshard_after_forward and not is_shared
-            fully_shard(unit, mesh=mesh[dims], **often | {"reshard_after_forward": free})
+            when = often
+            if args.loss_chunks and unit is stage.head:  # chunked: gathered for all chunks
+                when = often | {"reshard_after_forward": False}
+            fully_shard(unit, mesh=mesh[dims], **when)
         fully_shard(stage, mesh=mesh[dims], **options)
         if args.keep_last:  # ND: backward needs it first
             blocks[-1].set_reshard_after_forward(False)

@@ -2,7 +2,9 @@
 
 import json
 
-DATA = "data"  # files *.jsonl, and their numbers of lines: wc -l data/*.jsonl > data/counts
+# Files *.jsonl, and their numbers of lines: wc -l data/*.jsonl > data/counts
+# wc counts ends of lines, so the last line of a file needs one, too.
+DATA = "data"
 
 
 class Lines:
