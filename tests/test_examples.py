@@ -435,6 +435,21 @@ def test_in_bfloat16(name, tmp_path, request):
     assert losses[0] == pytest.approx(losses[1], 0.1)
 
 
+@pytest.mark.full
+def test_a_contrastive_loss_with_shards(plain, tmp_path):
+    """The functions of contrastive.py in fsdp.py, where each part of the evaluation has samples for
+    both ranks, 7 and 6. A batch that is larger than it says is refused."""
+    expected, folder = plain(read("contrastive"), "BATCH = 13")
+    assert run("fsdp", 2, tmp_path, "BATCH = 13", read("contrastive")) == {
+        step: pytest.approx(figures, 1e-9) for step, figures in expected.items()
+    }
+    assert distance(best(tmp_path), best(folder)) <= 1e-9
+    larger = {"(i + 1) * BATCH]": "(i + 2) * BATCH]"}
+    finished = start("contrastive", 2, tmp_path / "runs", "BATCH = 13", changes=larger)
+    said = [line for line in finished.stderr.splitlines() if "more than BATCH 13 / 2" in line]
+    assert said and "Traceback" not in finished.stderr, str(finished)
+
+
 AVERAGES = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
