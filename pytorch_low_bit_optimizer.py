@@ -213,8 +213,8 @@ def main():
     # 3. Model
     with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
-    if args.bf16_weights:
-        model.to(torch.bfloat16)  # low-bit: also their gradients; sums over ranks stay in fp32
+    for weight in model.parameters() if args.bf16_weights else ():  # low-bit: not the buffers
+        weight.data = weight.to(torch.bfloat16)  # low-bit: gradients too; their sums stay in fp32
     mesh = init_device_mesh(device.type, (world_size,))
     policy = MixedPrecisionPolicy()
     if args.dtype == "bfloat16":  # FSDP: gathers and computes in bfloat16, reduces in fp32

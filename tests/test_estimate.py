@@ -29,7 +29,8 @@ RUNS = [
 ]
 RUNS += [("pytorch_TP_by_hand", n, TEXT) for n in (2, 4)]
 RUNS += [(f"pytorch_LoRA{flags}", n, TEXT) for flags in ("", " --dtype bfloat16") for n in (2, 4)]
-RUNS += [("pytorch_chunked_loss", 2, TEXT)]
+BITS = "QLoRA --dtype bfloat16", "low_bit_optimizer --dtype bfloat16 --bf16-weights"
+RUNS += [(f"pytorch_{name}", 2, TEXT) for name in ("chunked_loss", *BITS)]
 RUNS = [(*row, "") for row in RUNS]
 # By hooks.route: all tokens to the first experts with 0, equally to all with 1
 RUNS += [("pytorch_EP", 2, TEXT, 0), ("pytorch_EP", 2, TEXT, 1)]
