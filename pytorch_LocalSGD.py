@@ -5,7 +5,8 @@ Differs     from pytorch_torchrun_DDP.py: there is no DDP. Each rank takes steps
             averaging gradients at every step (Stich 2018, arXiv:1805.09767). --outer-lr and
             --outer-momentum use the difference between the last common weights and the average as a
             gradient, for a step with Nesterov momentum: DiLoCo (Douillard et al. 2023,
-            arXiv:2311.08105). Lines tagged "# local:".
+            arXiv:2311.08105). --fragments averages parts of the model in turn, as streaming DiLoCo
+            does (Douillard et al. 2025, arXiv:2501.18512). Lines tagged "# local:".
 Command:    torchrun --nproc_per_node=4 pytorch_LocalSGD.py --sync-every 8
             torchrun --nproc_per_node=4 pytorch_LocalSGD.py --outer-lr 0.7 --outer-momentum 0.9
 Use it      where communication takes longer than computation, as between distant machines; with a
@@ -26,6 +27,7 @@ Sends       per step and rank, 2 * 4 * (N - 1) / N / H bytes per parameter, in o
 
 import os
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -53,9 +55,9 @@ class CommonWeights:
         self.momentum = momentum
         self.state = {}  # local: flat buffers: the last common weights, and the momentum
 
-    def average(self) -> torch.Tensor:
-        """The average of all ranks' weights, flattened."""
-        flat = torch.cat([p.detach().flatten() for p in self.parameters])
+    def average(self, part: slice = slice(None)) -> torch.Tensor:
+        """The average of all ranks' weights, flattened; ``part``: of these parameters."""
+        flat = torch.cat([p.detach().flatten() for p in self.parameters[part]])
         dist.all_reduce(flat.div_(dist.get_world_size()))  # local: one all-reduce
         return flat
 
@@ -66,18 +68,28 @@ class CommonWeights:
             self.state = {"weights": average, "momentum": torch.zeros_like(average)}
 
     @torch.no_grad()
-    def sync(self) -> None:
-        """Synchronize the weights of all ranks."""
-        common_weights = self.average()
+    def sync(self, part: slice = slice(None)) -> None:
+        """Synchronize the weights of all ranks; ``part``: of these parameters."""
+        common_weights = self.average(part)
         if self.state:
-            anchor = self.state["weights"]  # local: what all ranks had after the last sync
-            momentum = self.state["momentum"]
+            begin = sum(self.sizes[: part.start or 0])
+            here = slice(begin, begin + common_weights.numel())
+            anchor = self.state["weights"][here]  # local: what all ranks had after the last sync
+            momentum = self.state["momentum"][here]
             outer_gradient = anchor - common_weights  # local: against the ranks' way, as a gradient
             momentum.mul_(self.momentum).add_(outer_gradient)
             step = outer_gradient.add_(momentum, alpha=self.momentum)  # local: Nesterov's
             common_weights = anchor.sub_(step, alpha=self.lr)
-        for p, part in zip(self.parameters, common_weights.split(self.sizes), strict=True):
-            p.copy_(part.view_as(p))  # local: in place, in its aligned memory
+        shares = common_weights.split(self.sizes[part])
+        for p, share in zip(self.parameters[part], shares, strict=True):
+            p.copy_(share.view_as(p))  # local: in place, in its aligned memory
+
+    def fragments(self, number: int) -> list[slice]:
+        """Divide the parameters, in their order, into so many parts of about the same size."""
+        ends = torch.tensor(self.sizes).cumsum(0)
+        wanted = [ends[-1] * (i + 1) / number for i in range(number - 1)]
+        cuts = [0, *(int((ends < size).sum()) + 1 for size in wanted), len(self.sizes)]
+        return [slice(*pair) for pair in pairwise(cuts) if pair[0] < pair[1]]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.state
@@ -101,8 +113,13 @@ def main():
          help="learning rate of the outer optimizer (default: 1, plain averaging)")
     flag("--outer-momentum", type=number(float, 0, 1), default=0.0, metavar="X",
          help="momentum of the outer optimizer (default: 0)")
+    flag("--fragments", type=common.number(int, 1), default=1, metavar="F",
+         help="parts of the model that are averaged at different steps (default: 1)")
     # fmt: on
     args = common.parse_args(parser)
+    if args.fragments > args.sync_every:
+        why = f"--fragments {args.fragments} need as many steps between two averages"
+        common.fail(f"{why}; use --sync-every {args.fragments} or more")
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -145,6 +162,9 @@ def main():
     outer = CommonWeights(trained, args.outer_lr, args.outer_momentum)
     local_sgd.resume_or_exit(run, model, optimizer, scheduler, outer)
     outer.begin()
+    fragments = outer.fragments(args.fragments)
+    steps = [i * args.sync_every // len(fragments) for i in range(len(fragments))]
+    parts = list(zip(fragments, steps, strict=True))  # local: each is synchronized in turn
 
     # 5. Train
     for epoch in run.epochs_left():
@@ -159,17 +179,20 @@ def main():
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            apart = run.step % args.sync_every > 0  # local: weights differ, at an epoch's end too
-            if not apart:
-                outer.sync()
+            # local: weights differ, at an epoch's end too; of fragments, always some do
+            apart = run.step % args.sync_every > 0 or len(parts) > 1
+            for part, later in parts:  # local: with --fragments, streaming DiLoCo
+                if (run.step + later) % args.sync_every == 0:
+                    outer.sync(part)
             run.log(loss)  # copied from the device only when it is printed
             if run.snapshot_is_due():  # every --snapshot-every steps, or when asked to stop
                 # local: each rank writes its own optimizer state, and its weights if they differ
                 local_sgd.save_then_exit_if_asked(run, model, optimizer, scheduler, outer, apart)
 
         # 6. Evaluate
-        if run.step % args.sync_every > 0:
-            outer.sync()  # local: one common model is evaluated
+        for part, later in parts:
+            if (run.step + later) % args.sync_every > 0:
+                outer.sync(part)  # local: one common model is evaluated
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # DDP: BatchNorm saw different samples on each rank
         run.report(common.evaluate(model, eval_loader, device))  # DDP: on every rank

@@ -15,6 +15,7 @@ import common
 from harness.settings import read_flags
 from jobs.choice import Settings, resolve
 from libraries.weights import load
+from pytorch_LocalSGD import CommonWeights
 
 DATA = "--dataset synthetic --train-samples 150 --eval-samples 20 --batch-size 24 --print-freq 1"
 JOB = f"{DATA} --epochs 9 --double"  # six steps an epoch
@@ -75,7 +76,30 @@ def test_against_ranks_played_one_after_the_other(inner, outer, train):
     assert result["steps"] == 12
 
 
-def play_ranks(args, n: int, every: int, lr="1", momentum="0") -> dict:
+@cases("inner, outer", PLAYED, lambda *row: row == USUAL[1])
+def test_fragments_against_ranks_played_one_after_the_other(inner, outer, train):
+    """The first half of the weights after steps 4, 8 and 12, the second after 2 and 10; both at the
+    end of an epoch, after 6 and 12."""
+    flags = f"{GPT} {INNER[inner]}"
+    weights, _ = train(f"{LOCAL} --sync-every 4 --fragments 2 {OUTER[outer]}", 3, flags)
+    words = shlex.split(f"{JOB} {flags} --device cpu")
+    args = resolve(read_flags(common.argument_parser(""), Settings, words))
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = play_ranks(args, 3, 4, *re.findall(r"[\d.]+", OUTER[outer]), halves=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert relative_difference(weights, found) < 1e-10
+
+
+def test_fragments_are_all_parameters_once():
+    for sizes, number in (([5, 1, 1, 5], 2), ([100, 1, 1], 3), ([1] * 7, 3), ([3], 1)):
+        outer = CommonWeights([torch.nn.Parameter(torch.zeros(n)) for n in sizes], 1, 0)
+        parts = outer.fragments(number)
+        assert sum((sizes[part] for part in parts), []) == sizes and len(parts) <= number
+
+
+def play_ranks(args, n: int, every: int, lr="1", momentum="0", halves=False) -> dict:
     """Local SGD with all ranks in this process."""
     ranks = []
     train_set, _ = common.make_datasets(args)
@@ -107,15 +131,22 @@ def play_ranks(args, n: int, every: int, lr="1", momentum="0") -> dict:
                 optimizer.step()
                 scheduler.step()
             step += 1
-            if step not in (4, 6, 8, 12):
+            if step not in ((2, 4, 6, 8, 10, 12) if halves else (4, 6, 8, 12)):
                 continue
+            middle = sum(p.numel() for p in shared) / 2
+            before = 0
+            first = []  # which parameters are in the first half
+            for p in shared:
+                first.append(before < middle)
+                before += p.numel()
+            due = [not halves or step % 6 == 0 or it == (step % 4 == 0) for it in first]
             everyones = list(zip(*(rank[2].parameters() for rank in ranks), strict=True))
             with torch.no_grad():
-                for p, theirs in zip(shared, everyones, strict=True):
-                    p.grad = p - sum(theirs) / n
+                for p, theirs, now in zip(shared, everyones, due, strict=True):
+                    p.grad = p - sum(theirs) / n if now else None
                 outer.step()
-                for p, theirs in zip(shared, everyones, strict=True):
-                    for own in theirs:
+                for p, theirs, now in zip(shared, everyones, due, strict=True):
+                    for own in theirs if now else ():
                         own.copy_(p)
     return model.state_dict()
 
