@@ -32,7 +32,7 @@ ADVICE = {  # by a part of an error's message
     "no attribute 'requires_grad'": "this script needs blocks that return one tensor, not a tuple",
     "tensors was saved during": "a block saves less when recomputed; a cache needs use_cache=False",
     "to view Float as Byte": "DeepSpeed doesn't support scalar parameters; use a tensor of size 1",
-    "arguments: --accumulate": "FSDP with it: --only ND_parallel --ac none; HSDP: --dp-replicate 2",
+    "arguments: --accumulate": "--only ND_parallel --ac none is FSDP that accumulates",
 }
 
 
@@ -164,9 +164,7 @@ def predict(
     except SystemExit:
         _, _, said = complaint.getvalue().strip().rpartition(": error: ")
         said = said.splitlines()[0] if said else "it ended before its first step"
-        if advice := advice_on(said):
-            said = said.partition(" (")[0] + advice
-        return found(mistake=said)
+        return found(mistake=said + advice_on(said))
     except Exception as error:
         advice = advice_on(str(error))
         said = " ".join(f"{type(error).__name__}: {error}".split())[: 200 - len(advice)] + advice
