@@ -16,9 +16,9 @@ from estimator.own_file import MACHINE, Found, fullest
 
 # The order in which to use them, if they fit: first what divides the batch alone and waits for
 # nothing, then what computes twice, then what splits the model, then copies to CPU memory
-TRIED = ("plain", "ddp", "accumulation", "fsdp", "hsdp", "optimizer_in_backward", "chunked_loss")
-TRIED += ("zero", "checkpointing", "fsdp_checkpointing", "tp", "fsdp_tp", "pp", "cp", "ep")
-TRIED += ("activation_offload", "offload")
+TRIED = ("plain", "ddp", "accumulation", "fsdp", "fsdp_accumulation", "hsdp")
+TRIED += ("optimizer_in_backward", "chunked_loss", "zero", "checkpointing", "fsdp_checkpointing")
+TRIED += ("tp", "fsdp_tp", "pp", "cp", "ep", "activation_offload", "offload")
 ALONE = ("plain", "checkpointing", "activation_offload", "offload")  # of use on one GPU
 
 
