@@ -39,7 +39,7 @@ def off_by(variant):
     weights = torch.load(io.BytesIO(file[0]))
     resumed = make_sharded()
     if variant == "right":
-        sd.set_model_state_dict(resumed, weights, options=WHOLE)  # right: a rank takes its shards
+        sd.set_model_state_dict(resumed, weights, options=WHOLE)  # right: gets its own shards
     else:
         resumed.load_state_dict(weights, strict=True)  # wrong, and "All keys matched successfully"
     return difference(resumed, trained)
