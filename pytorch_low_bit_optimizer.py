@@ -49,9 +49,8 @@ def round_to(dtype: torch.dtype, x: Tensor, noise: Tensor | None) -> Tensor:
     mean is exact: add noise to the bits that are dropped. Without noise, to the nearest."""
     if noise is not None:
         step = 2 ** DROPPED[dtype]
-        bits = (
-            x.view(torch.int32) + (noise & (step - 1)).int()
-        )  # low-bit: may carry into the others
+        noise = (noise & (step - 1)).int()
+        bits = x.view(torch.int32) + noise  # low-bit: may carry into the digits that stay
         x = (bits & -step).view(torch.float32)
     return x.to(dtype)
 
