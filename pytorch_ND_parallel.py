@@ -8,10 +8,9 @@ Command:    torchrun --nproc_per_node=4 pytorch_ND_parallel.py --tp 2
             --tp 2 --pp 2 --ac full --dtype bfloat16
 Use it      when no single technique makes a model fit: shard first (--dp-shard), then recompute
             (--ac), split matrices within a machine (--tp), split the model into stages between
-            machines (--pp), and split sequences only if one alone is too long (--cp); for a million
-            tokens with --ac full, --offload-activations and --loss-chunks. "python estimate.py
-            --recommend" suggests a combination. Not when one technique is enough: each dimension
-            communicates. --ep divides the experts of a mixture among ranks that shard.
+            machines (--pp), and split sequences only if one alone is too long (--cp). "python
+            estimate.py --recommend" suggests a combination. Not when one technique is enough: each
+            dimension communicates. --ep divides the experts of a mixture among ranks that shard.
 Holds       1/(dp-shard * cp * tp * pp) of the parameters, gradients and optimizer state; in a
             pipeline 1/(tp * pp) of parameters and gradients during a step. Activations as in each
             script, for 1/(dp-replicate * dp-shard) of the batch.
