@@ -83,11 +83,15 @@ def parse_args(parser: ArgumentParser) -> Settings:
     return args
 
 
-def prepare_process(args: Settings) -> None:
+def prepare_process(args: Settings, others: bool = False) -> None:
     """Set up the process: end with the launcher, listen on loopback if all ranks share a machine,
-    explain timeouts, check that output can be written, and set the default dtype."""
+    explain timeouts, check that output can be written, and set the default dtype.
+
+    Args:
+        others: whether it also connects to processes of other launchers, on other machines.
+    """
     harness.world.die_with_launcher()
-    one_machine = world().size == world().local_size
+    one_machine = world().size == world().local_size and not others
     folder = local_folder(args.output_dir)
     if one_machine:
         harness.world.listen_on_loopback()

@@ -7,7 +7,8 @@ Command:    torchrun --nproc_per_node=4 pytorch_QLoRA.py --dtype bfloat16 --weig
 Use it      to fine-tune a model whose frozen weights in 2 bytes would not fit, or where gathering
             them is slow. Not if they fit: unpacking takes time, and rounding costs some loss.
 Holds       per frozen weight of a block (1/2 + 4/64)/N bytes; per parameter of embedding, head and
-            norms what pytorch_LoRA.py holds; and one unpacked matrix.
+            norms what pytorch_LoRA.py holds; and while a matrix is unpacked, about 8 bytes per
+            weight of it.
 Sends       per step and rank, (N - 1) / N of: these bytes twice, to gather them for forward and
             backward, and 4 bytes per parameter of an adapter, its gradient.
 """

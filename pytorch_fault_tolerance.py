@@ -16,7 +16,7 @@ Exact       a step averages over the samples of the replicas that live to its en
             of one process on these samples. From the next step, the living replicas divide the
             whole global batch: learning rate and schedule do not change.
 Holds       what pytorch_FSDP.py holds on the S ranks of a replica, and the gradients of a rank's
-            shard twice more (8/S bytes per parameter), in CPU memory with --between gloo.
+            shard twice more (8/S bytes per parameter), in CPU memory.
 Sends       per step and rank, what pytorch_FSDP.py sends in a replica; and to R replicas,
             2 * 4/S * (R - 1) / R bytes per parameter in one all-reduce.
 """
@@ -125,7 +125,7 @@ class Replicas(Rounds):
                 if not self.group:
                     self.make_group()
                 task()
-            except RuntimeError as error:  # of gloo, nccl, or wait()
+            except RuntimeError as error:  # of gloo, or wait()
                 why = str(error)
             decision = self.decide(done=why is None)
             if decision != "redo":
@@ -158,7 +158,7 @@ class Replicas(Rounds):
             return False
         count = shards[0].new_tensor([samples])  # tolerance: replicas' shares differ
         own = torch.cat([*(shard.flatten() for shard in shards), count])
-        own = own.to("cpu" if self.args.between == "gloo" else self.device)
+        own = own.cpu()  # tolerance: gloo, whose collectives end when a peer dies
         before = self.members
 
         def add_up() -> None:
@@ -192,12 +192,11 @@ class Replicas(Rounds):
                 state = optimizer.state.get(p, {})
                 tensors += [state[name] for name in sorted(state)]
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-        device = "cpu" if self.args.between == "gloo" else self.device
         options = dist.BroadcastOptions()
 
         def send_state() -> None:
             options.rootRank = self.steps().index(max(self.steps()))
-            self.sent = [tensor.detach().to(device, copy=True) for tensor in local]
+            self.sent = [tensor.detach().to("cpu", copy=True) for tensor in local]
             for tensor in self.sent:
                 self.wait(self.group.broadcast([tensor], options))
 
@@ -215,6 +214,11 @@ class Replicas(Rounds):
         common.print0(f"step {self.step}: replicas {self.members}; this is {self.me}")
 
 
+def is_here(store: str) -> bool:
+    """Whether an address HOST:PORT is on loopback, so that all replicas are on this machine."""
+    return store.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
+
+
 def check_flags(args: common.Settings) -> None:
     """Refuse flags that do not fit together, before the data are read."""
     ranks = common.world().size * args.replicas
@@ -224,8 +228,9 @@ def check_flags(args: common.Settings) -> None:
         common.fail(f"--store {args.store} has no port; use HOST:PORT, as of --serve PORT")
     if args.batch_size < ranks:
         common.fail(f"--batch-size {args.batch_size}: {ranks} ranks need a sample each; raise it")
-    if args.between == "nccl" and args.device == "cpu":
-        common.fail("--between nccl: there is no GPU; use --between gloo")
+    if args.store and args.eval_every:
+        why = "a replica that has returned would choose other weights as the best"
+        common.fail(f"--eval-every {args.eval_every}: {why}; leave it out")
     if args.schedule == "plateau":
         common.fail("--schedule plateau: a replica that joins does not get its state; use cosine")
 
@@ -252,23 +257,18 @@ def main():
         "--patience", type=common.number(float, 0, above=0), default=30.0, metavar="SECONDS",
         help="how long replicas wait for one that is late or dead (default: 30)",
     )  # fmt: skip
-    parser.add_argument(
-        "--between", choices=["gloo", "nccl"], default="gloo",
-        help="backend between replicas (default: gloo, through CPU memory)",
-    )  # fmt: skip
     args = common.parse_args(parser)
     if args.serve is not None:
         return serve(args.serve)
     check_flags(args)
-    common.prepare_process(args)
+    # tolerance: replicas on other machines are not on loopback
+    common.prepare_process(args, others=bool(args.store) and not is_here(args.store))
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
     device = common.get_device(args, local_rank)  # DDP: one device per local rank
     if device.type == "cuda":
         torch.cuda.set_device(device)  # DDP: otherwise every rank also allocates memory on GPU 0
-    if args.between == "nccl":  # tolerance: else nccl ends the process when a collective fails
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     dist.init_process_group(  # DDP: returns once all ranks have joined
         backend="nccl" if device.type == "cuda" else "gloo",
         store=common.make_store(args),  # torchrun: a restart must not find dead ranks' addresses

@@ -46,7 +46,8 @@ def noise_of(x: Tensor, first: int, salt: str) -> Tensor:
 
 def round_to(dtype: torch.dtype, x: Tensor, noise: Tensor | None) -> Tensor:
     """Round fp32 to one of the two neighbours in ``dtype``, the nearer one more often, so that the
-    mean is exact: add noise to the bits that are dropped. Without noise, to the nearest."""
+    mean is exact: add noise to the bits that are dropped. Without noise, to the nearest; so are
+    numbers of float8 below 2**-6, which have fewer digits."""
     if noise is not None:
         step = 2 ** DROPPED[dtype]
         noise = (noise & (step - 1)).int()
@@ -63,7 +64,9 @@ def pack(x: Tensor, block: int, noise: Tensor | None) -> Tensor:
         return x.float().unsqueeze(1).view(torch.uint8)
     blocks = x.float().unflatten(1, (-1, block))
     scales = blocks.abs().amax(2, keepdim=True) / 448  # low-bit: the largest number of float8 e4m3
-    codes = round_to(torch.float8_e4m3fn, (blocks / scales.clamp(min=1e-38)).flatten(1), noise)
+    scaled = (blocks / scales.clamp(min=1e-38)).flatten(1)
+    scaled = scaled.clamp(-448, 448)  # low-bit: rounding may exceed it, and the next number is NaN
+    codes = round_to(torch.float8_e4m3fn, scaled, noise)
     return torch.cat([codes.view(torch.uint8), scales.flatten(1).view(torch.uint8)], dim=1)
 
 

@@ -20,7 +20,7 @@ class Rounds:
     each has its own groups, because a group with a dead member is useless.
 
     Args:
-        args: with ``replicas``, ``store``, ``between`` and ``patience``.
+        args: with ``replicas``, ``store`` and ``patience``.
         device: of the model.
     """
 
@@ -116,17 +116,14 @@ class Rounds:
 
     def leave_group(self) -> None:
         """Close the connections: a rank that still waits for this one gets an error."""
-        if self.group and self.args.between == "nccl":
-            self.group.abort()
         self.group = None
 
     def make_group(self) -> None:
         """Connect to this rank's counterparts. Unlike ``dist.new_group``, the class needs no group
-        of all ranks, some of which are dead."""
-        kind = dist.ProcessGroupNCCL if self.args.between == "nccl" else dist.ProcessGroupGloo
+        of all ranks, some of which are dead. Of gloo, whose waiting calls fail if a peer dies."""
         store = dist.PrefixStore(f"{self.round}/group {self.rank}", self.store)
         mine = self.members.index(self.me)
-        self.group = kind(store, mine, len(self.members), self.limit)
+        self.group = dist.ProcessGroupGloo(store, mine, len(self.members), self.limit)
 
 
 def serve(port: int) -> None:

@@ -25,7 +25,7 @@ def play(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(task, ranks, patience=0.5, members=(1, 2), number=1):
-        args = SimpleNamespace(patience=patience, timeout=2, replicas=3, between="gloo")
+        args = SimpleNamespace(patience=patience, timeout=2, replicas=3)
 
         def one(rank):
             replica, place = rank
