@@ -17,7 +17,7 @@ from estimator import network, techniques
 from estimator.techniques import Prediction, Setup
 from harness.cli import fail
 from parallel.pipelining import default_microbatches
-from techniques import Decoder, by_dimension, decoder
+from theory import Decoder, by_dimension, decoder
 
 MACHINE = 8  # GPUs; tensor parallelism stays within one
 PCIE = 2.5e10  # bytes per second between a GPU and its host, of 32 GB/s of PCIe 4.0

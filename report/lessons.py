@@ -28,7 +28,8 @@ from report.blocks import TABLES, Cell, draw, footer, machine_line, origin
 from report.front import MEMORY
 from report.results import Unusable, load
 from report.steps import SHOWN
-from techniques import LESSONS, Decoder, K, Technique, by_dimension, decoder, technique
+from techniques import LESSONS, Technique, technique
+from theory import Decoder, K, by_dimension, decoder
 
 ANSWERS = Path(__file__).with_name("answers")
 GPUS = 8

@@ -5,7 +5,8 @@ import statistics
 
 from report.blocks import TABLES, draw, footer, machine_line, size_name
 from report.results import middle, name_of, runs_of, speeds_of, unit_of
-from techniques import decoder, technique
+from techniques import technique
+from theory import decoder
 
 MEMORY = "process", "allocated", "reserved"  # on a CPU; there with --profile-memory; on a GPU
 LONG = 200  # steps, after which an accuracy means something

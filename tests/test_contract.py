@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 
 import pytorch_QLoRA
 from libraries.weights import load
-from techniques import TECHNIQUES, Case, Technique, decoder, technique
+from techniques import TECHNIQUES, Case, Technique, technique
+from theory import decoder
 
 # 119 texts, or 59 images: a sampler that repeats some, instead of dropping the last, would make
 # five steps of an epoch on two, three and four ranks, instead of four.

@@ -11,7 +11,8 @@ from test_docs import shell_lines
 from jobs import sizes
 from report import diffs, lessons, pages
 from report.results import read_result
-from techniques import LESSONS, PARTS, SHELF, TECHNIQUES, decoder, technique
+from techniques import LESSONS, PARTS, SHELF, TECHNIQUES, technique
+from theory import decoder
 from website import pages as site_pages
 
 PARTS_OF_A_PAGE = ("The problem", "The idea", "One step, step by step", "Memory", "Communication")

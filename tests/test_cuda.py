@@ -21,7 +21,8 @@ from harness import clock, result, state
 from harness.data import TaskData
 from jobs import classifiers, images, llama, sizes, text
 from parallel import attention_kernels
-from techniques import IN_A_V, TECHNIQUES
+from techniques import TECHNIQUES
+from theory import IN_A_V
 
 # 16 steps in two epochs, with snapshots after steps 6 and 12, and a warm-up that ends after 10.
 JOB = "--dataset synthetic --train-samples 384 --eval-samples 96 --batch-size 48 --epochs 2 "

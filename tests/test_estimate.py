@@ -14,7 +14,8 @@ from estimator.live_bytes import LiveBytes
 from estimator.sent import Message
 from harness import flops
 from measure.estimates import published
-from techniques import TECHNIQUES, decoder, technique
+from techniques import TECHNIQUES, technique
+from theory import decoder
 
 IMAGES = "--model resnet18 --batch-size 32"
 TEXT = "--model gpt-4x4x64 --context 64 --batch-size 16"

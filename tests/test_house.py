@@ -17,17 +17,18 @@ ROOMS += ["estimator", "website", "measure", "exercises"]
 FILES = sorted([*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))])
 OURS = {path.stem for path in ROOT.glob("*.py")} | set(ROOMS)
 TASK = {"common", "jobs", "libraries", "parallel", "harness", "hangs"}  # below a lesson
-PROGRAM = {"report", "techniques"}
+PROGRAM = {"report", "techniques", "theory"}
 LESSON = {"common", "jobs", "libraries", "parallel"}
 MAY_KNOW = {  # of ours, besides the own room; for a lesson: LESSON
-    **dict.fromkeys(("techniques", "hangs"), set()),
+    **dict.fromkeys(("theory", "hangs"), set()),
+    "techniques": {"theory"},
     "harness": {"hangs"},
     "parallel": {"harness"},
     "libraries": {"parallel", "harness", "hangs"},
     "jobs": {"libraries", "parallel", "harness"},
     **dict.fromkeys(("common", "inference"), TASK),
-    "report": {"techniques"},
-    "estimator": TASK | {"techniques"},
+    "report": {"techniques", "theory"},
+    "estimator": TASK | {"techniques", "theory"},
     "website": TASK | PROGRAM | {"estimate", "estimator", "measure"},
     "estimate": TASK | PROGRAM | {"estimator"},
     "model_inference": TASK | {"inference", "report"},
@@ -45,18 +46,19 @@ PLAY = 1.05
 BUDGETS = {
     "harness": 2250,
     "hangs": 395,
-    "parallel": 490,
+    "parallel": 590,
     "libraries": 730,
     "jobs": 2100,
-    "report": 1300,
-    "estimator": 2410,
+    "report": 1320,
+    "estimator": 2435,
     "inference": 370,
     "exercises": 1375,
     "website": 592,
-    "measure": 1740,
-    "tests": 10020,
+    "measure": 1950,
+    "tests": 10900,
     "common.py": 230,
-    "techniques.py": 352,
+    "techniques.py": 222,
+    "theory.py": 192,
 }
 # Statements that say more than one thing, per 100 lines: they may only become fewer.
 DENSE = dict.fromkeys((*ROOMS, "examples", "lessons", "tests"), 0.6)
@@ -241,7 +243,7 @@ def test_buffers_are_not_rounded():
     assert {cast for path in paths for cast in casts_of_modules(path)} <= CASTS
 
 
-@pytest.mark.parametrize("course, most", [(True, 3600), (False, 2000)], ids=["course", "reference"])
+@pytest.mark.parametrize("course, most", [(True, 4200), (False, 2600)], ids=["course", "reference"])
 def test_pages_are_short(course, most):
     """In lines that no program writes, in English, so that the course and the reference, with the
     README and CONTRIBUTING, do not take each other's room."""
