@@ -1,4 +1,4 @@
-"""Train replicas of a sharded model, and go on without a restart when a replica dies.
+"""Train replicas of a sharded model, and continue without a restart when a replica dies.
 
 Differs     from pytorch_FSDP.py: each replica is a run of its own, started by its own torchrun, and
             shards the model among its ranks. Between replicas, rank r of each averages gradients
@@ -82,7 +82,7 @@ class Replicas(Rounds):
     """
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective, until it fails, others have given up, or --patience is over."""
+        """Wait for a collective, until it fails, others have given up, or --patience is over; gloo gives up after half of it."""
         end = time.monotonic() + self.args.patience
         asked = time.monotonic()
         while not work.is_completed():
@@ -170,7 +170,7 @@ class Replicas(Rounds):
         if self.members != before:
             dead = sorted(set(before) - set(self.members))
             common.print0(
-                f"step {step}: replicas {dead} are dead, {self.members} go on; "
+                f"step {step}: replicas {dead} are dead, {self.members} continue; "
                 f"{count} of {self.args.batch_size} samples in this step"
             )
         self.total.mul_(self.ranks / count)  # FSDP divided by the ranks of a replica

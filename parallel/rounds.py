@@ -104,7 +104,7 @@ class Rounds:
                 break
             if self.members:
                 late = f"this replica was more than --patience {self.args.patience} s late"
-                fail(f"{late}, and the others go on; start it again", code=3)
+                fail(f"{late}, and the others continue; start it again", code=3)
         self.members = members
         self.changed = True
         self.calls = 0

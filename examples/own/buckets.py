@@ -1,4 +1,4 @@
-"""Functions for rows of different lengths, to put in place of those of an example."""
+"""Functions for sequences of different lengths, to put in place of those of an example."""
 
 WINDOW = 16  # batches among which samples of similar length are brought together
 

@@ -3,7 +3,7 @@
 import functools
 
 SIZE = 16  # pixels of a side
-PATCH = 8  # likewise, of a patch: each takes the place of one token
+PATCH = 8  # pixels of a side of a patch, which takes the place of one token
 PATCHES = (SIZE // PATCH) ** 2
 IMAGE = 0  # the token whose embedding is replaced by a patch
 

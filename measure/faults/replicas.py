@@ -58,7 +58,7 @@ JOB = (
 )
 TOLERANCE = 1e-11
 START = re.compile(r"^step (\d+): replicas \[([\d, ]+)\]; this is \d+$", re.M)
-DEATH = re.compile(r"^step (\d+): .* dead, \[([\d, ]+)\] go on; (\d+) of \d+ samples", re.M)
+DEATH = re.compile(r"^step (\d+): .* dead, \[([\d, ]+)\] continue; (\d+) of \d+ samples", re.M)
 
 
 class Fault(NamedTuple):
