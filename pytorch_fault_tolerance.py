@@ -82,7 +82,8 @@ class Replicas(Rounds):
     """
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective, until it fails, others have given up, or --patience is over; gloo gives up after half of it."""
+        """Wait for a collective, until it fails, others have given up, or --patience is over; gloo
+        itself gives up after half of it."""
         end = time.monotonic() + self.args.patience
         asked = time.monotonic()
         while not work.is_completed():
