@@ -59,6 +59,7 @@ COLLECTIVES |= {"send": "messages to neighbours"}
 WRITTEN = 1e9  # bytes per second
 SMALL = 0.001  # of the bytes of a step: collectives that a sentence leaves out
 NUMBERED = re.compile(r"^## (\d+)\n+(.*?)\s*(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+RUN = re.compile(r"\{([^/{}]+)/")  # the run whose figure a text has
 FOLDED = "<details>\n<summary>Answer</summary>\n\n{}\n\n</details>"
 
 
@@ -259,10 +260,11 @@ def million(course: dict) -> str:
     """A table: predictions of pytorch_ND_parallel.py, and what others have published of theirs."""
     shown = load(Path(__file__).with_name("million.json"))
     rows = []
-    for row in shown["rows"]:
-        found = course["outputs"][row["run"]]["output"][0]
+    runs = [course["outputs"][row["run"]] for row in shown["rows"]]
+    for row, run in zip(shown["rows"], runs, strict=True):
+        [found] = run["output"]
         rows.append(row | {"peak": found["peak"], "host": GPUS * found["host"]})
-    return draw(rows, shown["columns"]) + footer(course, "course", "predicted", [{}])
+    return draw(rows, shown["columns"]) + footer(course, "course", "predicted", runs)
 
 
 def options_of(shown: dict) -> dict:
@@ -303,7 +305,6 @@ def answers(root: Path, path: Path, results: dict) -> dict[str, str]:
     fit = load(root / "website" / "data" / "fit.json")
     cells = {f"fit {c['model']} {c['gpus']} {c['memory']}": c for c in fit["data"]["cells"]}
     figures = Answer(results["front"]["outputs"] | course["outputs"] | {"H100": measured} | cells)
-    recorded = footer(course, "course", course["hardware"]["cpu"], [{}])
     on_gpu = footer(gpu, "one_gpu", machine_line(gpu["hardware"], on_cpu=False), [{}])
     recommended = f"\n\n{origin(fit, 'predicted')}; `python website/make_data.py`; "
     recommended += "[website/data/fit.json](website/data/fit.json)"
@@ -313,7 +314,10 @@ def answers(root: Path, path: Path, results: dict) -> dict[str, str]:
             filled = figures.vformat(text, (), {})
         except (KeyError, IndexError) as error:
             raise Unusable(f"{path}, answer {number}: no result has {error}") from None
-        below = recommended if "{fit " in text else recorded
+        runs = [course["outputs"].get(name, {}) for name in sorted({*RUN.findall(text)})]
+        below = recommended
+        if "{fit " not in text:
+            below = footer(course, "course", course["hardware"]["cpu"], runs or [{}])
         if "{H100/" in text:
             below += on_gpu
         found[f"answer-{path.stem}-{number}"] = FOLDED.format(filled + below)
