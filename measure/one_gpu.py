@@ -110,7 +110,7 @@ def run_alone(row: dict, device: str, folder: Path) -> dict:
     run = TimedRun if device == "cuda" else trial.ShortRun
     run.live = live
     run.total_steps = trial.STEPS
-    job = Tokens(row["classes"], None, torch.contiguous_format)
+    job = Tokens(row["classes"], torch.contiguous_format)
     common.Run = run
     common.make_loader = trial.Loader
     common.make_datasets = job.make_datasets

@@ -84,6 +84,7 @@ def test_the_largest_share_of_zero_is_predicted(tmp_path):
 
 OF_FOUR = ["PP.py", "EP.py --top-k 2", "TP.py --sequence-parallel", "ND_parallel.py --ac full"]
 OF_FOUR += [f"{name}.py --dtype bfloat16" for name in ("FSDP", "LoRA", "chunked_loss")]
+OF_FOUR += ["ND_parallel.py --cp 4 --ac full --loss-chunks 5"]
 
 
 @pytest.mark.full
@@ -378,6 +379,7 @@ def test_offload_is_recommended_where_only_activations_fit():
 
 
 LARGE = ["FSDP", "TP,activation_checkpointing", "ND_parallel --tp 2 --sequence-parallel"]
+LARGE += ["ND_parallel --cp 4 --ac full --offload-activations --loss-chunks 40"]  # more than blocks
 
 
 @pytest.mark.full
