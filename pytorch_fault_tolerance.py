@@ -133,8 +133,9 @@ class Replicas(Rounds):
                 return decision
             self.next_round(newcomers=False)
             failures = failures + 1 if self.members == members else 0
-            if failures == 3:  # the same for all: nobody is dead, but the network does not work
-                raise RuntimeError(f"replicas {members} cannot reach each other: {why}")
+            if failures == 3:  # the same for all: nobody is dead
+                slow = f"or --patience {self.args.patience} is too short for one of their sums"
+                raise RuntimeError(f"replicas {members} cannot reach each other, {slow}: {why}")
 
     def divide(self, sampler: Shares) -> None:
         """Give a sampler the share of this replica."""
@@ -158,8 +159,8 @@ class Replicas(Rounds):
                 shard.mul_(self.ranks / samples)
             return False
         count = shards[0].new_tensor([samples])  # tolerance: replicas' shares differ
-        own = torch.cat([*(shard.flatten() for shard in shards), count])
-        own = own.cpu()  # tolerance: gloo, whose collectives end when a peer dies
+        # tolerance: gloo, whose collectives end when a peer dies
+        own = torch.cat([part.flatten().cpu() for part in (*shards, count)])
         before = self.members
 
         def add_up() -> None:
@@ -353,6 +354,7 @@ def main():
         run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
+    replicas.end()  # tolerance: a replica that starts again finds nothing to do
     run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     whole = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = sd.get_model_state_dict(model, options=whole)  # FSDP: gathered on rank 0, on the CPU

@@ -249,7 +249,9 @@ class Rehearsal:
         while isinstance(samples, torch.utils.data.Subset) and samples is not self.eval_set:
             samples = samples.dataset
         is_training = samples is not self.eval_set
-        is_stream = isinstance(samples, torch.utils.data.IterableDataset)  # of batches
+        is_stream = isinstance(samples, torch.utils.data.IterableDataset)
+        if is_stream and loader.batch_size is not None:
+            fail("a DataLoader collects batches from a stream; let the stream yield batches")
         rows = iter(samples if is_stream else loader.batch_sampler)
         while True:
             with fakes.with_numbers():

@@ -92,6 +92,10 @@ class Rounds:
                         found &= set(self.members)
                     chosen = sorted(found)[: self.args.replicas]  # old ones have lower numbers
                     self.agree(f"{number}/members", " ".join(map(str, chosen)))
+                elif not self.members and self.store.check(["finished"]):
+                    if self.rank == 0:
+                        print("the other replicas have finished, and have saved the weights")
+                    raise SystemExit(0)  # with another code, torchrun would start it again
                 elif late:
                     time.sleep(self.args.patience)  # others may be about to decide
                     if not self.store.check([f"{number}/members"]):
@@ -113,6 +117,11 @@ class Rounds:
     def steps(self) -> list[int]:
         """How many steps each member has done."""
         return [int(self.store.get(f"{self.round}/step of {m}")) for m in self.members]
+
+    def end(self) -> None:
+        """Let nobody in any more, because training is over."""
+        if self.args.store:
+            self.store.set("finished", "")
 
     def leave_group(self) -> None:
         """Close the connections: a rank that still waits for this one gets an error."""

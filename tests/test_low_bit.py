@@ -68,6 +68,20 @@ def test_a_mean_decays_unless_it_is_rounded_to_the_nearest():
     assert mean == pytest.approx(0.999**150, abs=0.01)
 
 
+def test_a_vector_takes_the_steps_of_adamw():
+    """Its moments are in fp32, so later steps can be compared, too."""
+    start = torch.randn(16)
+    expected = start.clone().requires_grad_()
+    found = start.clone().requires_grad_()
+    theirs = torch.optim.AdamW([expected], lr=0.01, weight_decay=0.1)
+    ours = AdamW8bit([{"params": [found]}], 16, True, 0.01, 0.1)
+    for _ in range(5):
+        expected.grad = found.grad = torch.randn(16)
+        theirs.step()
+        ours.step()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
 def test_its_step_is_adamw_while_moments_are_exact():
     """The first step, whose moments are computed from the gradient before they are rounded."""
     start = torch.randn(8, 16)

@@ -18,6 +18,15 @@ def some_weights(rows=12, columns=192):
     return weight
 
 
+def test_values_are_quantiles_of_a_normal_distribution():
+    """As the paper makes them: seven on one side, eight on the other, zero, divided by the largest."""
+    positive = torch.linspace(0.9677083, 0.5, 9, dtype=torch.float64)[:-1]
+    negative = 1 - torch.linspace(0.9677083, 0.5, 8, dtype=torch.float64)[:-1]
+    values = torch.special.ndtri(torch.cat([negative, positive, torch.tensor([0.5])]))
+    values = values.sort().values / values.max()
+    torch.testing.assert_close(NF4.double(), values, rtol=0, atol=1e-6)
+
+
 def test_each_weight_becomes_the_nearest_value_times_its_scale():
     weight = some_weights()
     packed = quantize(weight, 64)

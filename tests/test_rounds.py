@@ -24,7 +24,7 @@ def play(monkeypatch):
     monkeypatch.setattr(rounds, "fail", lambda message, code: sys.exit(code))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def run(task, ranks, patience=0.5, members=(1, 2), number=1):
+    def run(task, ranks, patience=3, members=(1, 2), number=1):
         args = SimpleNamespace(patience=patience, timeout=2, replicas=3)
 
         def one(rank):
@@ -62,7 +62,7 @@ def test_all_keep_a_sum_or_none(failed, play):
 
 
 def test_one_that_never_votes_is_not_waited_for(play):
-    assert play(lambda self: self.decide(True), ALL[:3]) == ["redo"] * 3
+    assert play(lambda self: self.decide(True), ALL[:3], patience=0.5) == ["redo"] * 3
 
 
 def test_a_vote_that_arrives_as_patience_ends_is_the_same_for_all(play):

@@ -27,6 +27,7 @@ def off_by(variant):
         torch.manual_seed(0)  # wrong: all ranks draw the same units
     columns = nn.Linear(8, UNITS // world_size)  # this rank's hidden units
     rows = nn.Linear(UNITS // world_size, 1, bias=False)
+    rows.weight.data /= world_size**0.5  # nn.Linear scales by the inputs of this rank alone
     optimizer = torch.optim.SGD([*columns.parameters(), *rows.parameters()], lr=0.1)
     for x, y in zip(inputs, targets, strict=True):
         optimizer.zero_grad()

@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from concurrent.futures import ThreadPoolExecutor
@@ -115,8 +116,14 @@ def run_trials(args, folder):
             faults.append(Fault(other, rng.randrange(RANKS), HOLD, "in state", "kill"))
         trials.append((folder / str(number), faults, again))
 
-    @functools.cache
+    lock = threading.Lock()  # a cache has none
+
     def expected(history):
+        with lock:
+            return train_alone(history)
+
+    @functools.cache
+    def train_alone(history):
         """Weights of a single process; ``history``: the positions that some steps keep, as JSON."""
         output = folder / f"single-{abs(hash(history))}"
         fault = {"kind": "none", "rank": 0, "step": 0, "phase": "none"}
@@ -136,7 +143,9 @@ def run_trials(args, folder):
             outcomes.append(verdict)
             what = " and ".join(map(str, faults)) + ("; restarted" if again else "")
             print(f"trial {number:3}: {what}: {verdict}{why}", flush=True)
-    counts = ", ".join(f"{outcomes.count(each)} {each}" for each in ("clean", "wrong", "hung"))
+    counts = ", ".join(
+        f"{outcomes.count(each)} {each}" for each in ("clean", "wrong", "hung", "missed")
+    )
     print(f"{args.trials} trials: {counts}")
     return outcomes
 
@@ -165,6 +174,9 @@ def try_one(args, expected, folder, faults, again):
         if None in codes:
             return "hung", f" (it was ended after {inject.LIMIT} s): {folder}"
         codes += ends_of([agents[replica] for replica in returning], 20)
+        idle = [r for r in broken if " fault" not in (folder / f"{r}/events").read_text()]
+        if idle:
+            return "missed", f" (nothing happened to replicas {idle})"
         return verdict_of(folder, expected, whole + returning, codes)
     finally:
         for replica, agent in enumerate(agents):
