@@ -19,7 +19,7 @@ def some_weights(rows=12, columns=192):
 
 
 def test_values_are_quantiles_of_a_normal_distribution():
-    """As the paper makes them: seven on one side, eight on the other, zero, divided by the largest."""
+    """As in the paper: seven below zero, zero, and eight above, divided by the largest."""
     positive = torch.linspace(0.9677083, 0.5, 9, dtype=torch.float64)[:-1]
     negative = 1 - torch.linspace(0.9677083, 0.5, 8, dtype=torch.float64)[:-1]
     values = torch.special.ndtri(torch.cat([negative, positive, torch.tensor([0.5])]))
