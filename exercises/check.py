@@ -27,6 +27,7 @@ EXERCISES = {  # in the order of the course: the check, and the numbers of ranks
     "mean": (data_parallel.mean, (1, 2, 3)),
     "buckets": (data_parallel.buckets, (1, 2, 3)),
     "token_weights": (data_parallel.token_weights, (1, 2, 3)),
+    "contrastive": (data_parallel.contrastive, (1, 2, 3)),
     "recompute": (one_gpu.recompute, (1,)),
     "zero": (data_parallel.zero, (1, 2, 3)),
     "fsdp": (data_parallel.fsdp, (1, 2, 4)),

@@ -81,8 +81,8 @@ def test_files_as_they_are(tmp_path):
     """Nothing is begun, and nothing runs."""
     finished = check("", "exercises")
     assert finished.code == 1 and finished.seconds < 30, str(finished)
-    assert [line.split()[:2] for line in finished.lines[:14]] == [["not", "begun"]] * 14
-    assert finished.lines[14:] == ["0 of 14 done. Next: write exercises/mean.py"]
+    assert [line.split()[:2] for line in finished.lines[:15]] == [["not", "begun"]] * 15
+    assert finished.lines[15:] == ["0 of 15 done. Next: write exercises/mean.py"]
 
 
 def test_the_hunt_begins_with_three_mistakes(tmp_path):

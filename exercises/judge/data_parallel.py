@@ -162,6 +162,53 @@ def token_weights(answer) -> Iterator[Finding]:
         yield compare(f"the gradient of {name}", p.grad, expected[number], of_mistakes)
 
 
+def contrastive(answer) -> Iterator[Finding]:
+    n = dist.get_world_size()
+    model = make_model()
+    x, _ = make_batch()
+    views = torch.stack([x, x.roll(1, 1)])
+    queries, keys = F.normalize(model(views), dim=-1)
+    constants = keys.detach()
+    size = len(x) // n
+    owner = torch.arange(len(x))[:, None] // size
+
+    def averaged(keys_of, is_shifted: bool = True) -> Tensor:
+        """The mean of all ranks' gradients if a rank compares its queries with these keys."""
+        loss = 0
+        for rank, own_queries in enumerate(queries.split(size)):
+            logits = own_queries @ keys_of(rank).T / 0.2
+            first = rank * size if is_shifted else 0
+            loss += F.cross_entropy(logits, first + torch.arange(size)) / n
+        return flat(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
+
+    expected = averaged(lambda rank: keys)
+    guesses = {
+        "is that of negatives of one rank: compare with the keys of all ranks":
+            averaged(lambda rank: keys[rank * size :][:size], is_shifted=False),
+        "is that of other targets: query i belongs to key i of its own rank, not of rank 0":
+            averaged(lambda rank: keys, is_shifted=False),
+        "lacks the part of the keys: what dist.all_gather returns is a constant":
+            averaged(lambda rank: constants),
+        "lacks what the other ranks' losses say about a rank's keys: backward has to add it up":
+            averaged(lambda rank: keys.where(owner == rank, constants)),
+        "has 1/N of the keys' gradient: backward adds up, and DDP divides":
+            averaged(lambda rank: constants + (keys - constants) / n),
+        "is 1/N of the reference: DDP divides, so multiply a loss of all samples by N":
+            expected / n,
+        "is that of the sum over a rank's samples: DDP divides by N only": expected * size,
+    }  # fmt: skip
+    mine, others = F.normalize(model(torch.stack([own(x), own(x).roll(1, 1)])), dim=-1)
+    gathered = answer.gather(others)
+    why = "has the rows of this rank only"
+    yield compare("what gather() returns", gathered, constants, {why: others})
+    why = "has no gradient: dist.all_gather has no backward, so write one"
+    yield expect("what gather() returns", gathered.requires_grad, why)
+    answer.loss_of(mine, others).backward()
+    found = flat(p.grad for p in model.parameters())
+    dist.all_reduce(found)
+    yield compare("the mean of the ranks' gradients", found / n, expected, guesses)
+
+
 def zero(answer) -> Iterator[Finding]:
     n = dist.get_world_size()
     rank = dist.get_rank()
