@@ -28,6 +28,7 @@ from theory import (
     Options,
     averaged,
     both,
+    by_autograd,
     context_parallel,
     deepspeed,
     gathered,
@@ -251,6 +252,10 @@ LESSONS = [
     row("pytorch_chunked_loss", "FSDP", SHELF, sharded, partial(gathered, ends=0.5),  # head once
         case("", 2, 1, 3, 4, traits="estimated tied llama"),
         case("--fused", 2, 1, 3, 4, traits="branch"), HALF, traits="needs_gpt resumed_alike"),
+    row("pytorch_SimpleFSDP_by_hand", "FSDP", SHELF, sharded, by_autograd,
+        case("", 3, 1, 2, 4, traits="tied llama"), traits="by_parameter",
+        shows=("shard_parameters", "gather", "gather_when_read", "keep_shard", "gather_again"),
+        unpredicted="it keeps what FSDP keeps, and communicates while nothing computes"),
     row("pytorch_optimizer_in_backward", "FSDP", SHELF,
         lambda n, o: sharded(n, o) | {"gradients": 0}, gathered,
         case("", 2, 1, 3, 4, traits="killed estimated alone tied llama"), HALF,

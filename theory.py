@@ -116,6 +116,16 @@ def gathered(n: int, o: Options, ends: float = 1) -> Bytes:
     return sent | ({"allreduce": 8 / shards * others(n / shards)} if n > shards else {})
 
 
+def by_autograd(n: int, o: Options) -> Bytes:
+    """Each parameter is gathered when it is read, and again if backward needs its values: those of
+    embeddings are not needed. A tied one is read twice."""
+    model = o.get("decoder")
+    tied = model.head / model.whole if model and model.tied else 0
+    again = 1 - (model.first / model.whole - tied if model else 0)
+    gathers = 4 * (1 + tied + again) * others(n)
+    return {"allgather": gathers, "reduce_scatter": 4 * (1 + tied) * others(n)}
+
+
 def half_precision(n: int, o: Options) -> Bytes:
     more = {"optimizer": K[o["optimizer"]], "master_weights": 4} if o["master_weights"] else {}
     return divide(replicated(n, o), 2) | more
