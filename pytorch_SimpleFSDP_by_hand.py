@@ -41,7 +41,7 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
 def gather(shard: DTensor) -> torch.Tensor:
     """The whole parameter. Its gradient is a term of a mean: autograd reduce-scatters it."""
     whole = shard.redistribute(placements=[Replicate()])  # SimpleFSDP: an all-gather
-    whole = whole.to_local(grad_placements=[Partial("avg")])  # SimpleFSDP: of each rank's samples
+    whole = whole.to_local(grad_placements=[Partial("avg")])  # SimpleFSDP: over the ranks' samples
     whole.untyped_storage().shard = shard  # SimpleFSDP: for keep_shard, which gets views of it
     return whole
 
@@ -111,10 +111,10 @@ def main():
     with torch.device("meta"):  # FSDP: shapes only: no rank holds the whole model
         model = common.make_model(args, train_set.classes, channels_last=False)  # FSDP: shards rows
     mesh = init_device_mesh(device.type, (world_size,))
-    shard_parameters(model, mesh)
+    shard_parameters(model, mesh)  # SimpleFSDP: no units, and no hooks
     model.to_empty(device=device)  # FSDP: memory for this rank's shards
     common.init_weights(args, model, train_set.classes)  # FSDP: each rank fills its shards
-    gather_when_read(model)
+    gather_when_read(model)  # SimpleFSDP: from here on, layer.weight is a whole copy
 
     # 4. Optimizer and schedule
     optimizer = common.make_optimizer(args, model)
@@ -128,10 +128,10 @@ def main():
         model.train()
         for inputs, labels in run.batches(train_loader, epoch):
             optimizer.zero_grad()  # otherwise gradients would accumulate
-            with saved_tensors_hooks(keep_shard, gather_again):  # SimpleFSDP: frees whole ones
+            with saved_tensors_hooks(keep_shard, gather_again):  # SimpleFSDP: for backward
                 logits = model(inputs)
             loss = train_set.loss(logits, labels)
-            loss.backward()  # SimpleFSDP: of gather(), too
+            loss.backward()  # SimpleFSDP: gathers again; backward of gather() reduce-scatters
             if args.clip_grad:
                 run.grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()

@@ -253,7 +253,7 @@ LESSONS = [
         case("", 2, 1, 3, 4, traits="estimated tied llama"),
         case("--fused", 2, 1, 3, 4, traits="branch"), HALF, traits="needs_gpt resumed_alike"),
     row("pytorch_SimpleFSDP_by_hand", "FSDP", SHELF, sharded, by_autograd,
-        case("", 3, 1, 2, 4, traits="tied llama"), traits="by_parameter",
+        case("", 3, 1, 2, 4, traits="tied llama"), traits="saved_alike by_parameter",
         shows=("shard_parameters", "gather", "gather_when_read", "keep_shard", "gather_again"),
         unpredicted="it keeps what FSDP keeps, and communicates while nothing computes"),
     row("pytorch_optimizer_in_backward", "FSDP", SHELF,
