@@ -161,6 +161,8 @@ def main():
     )  # fmt: skip
     peft_folder.add_flags(parser)  # LoRA: --rank, --alpha, --targets, --adapter, --merge
     args = peft_folder.complete(common.parse_args(parser))
+    if torch.__version__ < "2.12":  # QLoRA: there, fully_shard fails on bytes (pytorch#177844)
+        common.fail(f"it needs PyTorch 2.12, not {torch.__version__}; or use pytorch_LoRA.py")
     common.prepare_process(args)
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
