@@ -26,7 +26,7 @@ def set_timeouts(seconds: float) -> None:
     """Set the timeout of all groups, as those of a device mesh or a library have their own; and the
     default of later ones, as gloo's sends and receives keep the one that their group began with."""
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=seconds)
-    set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # 2.11
+    set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # before 2.14
     for group in c10d._world.pg_map:
         set_timeout(timedelta(seconds=seconds), group)
 
