@@ -108,7 +108,7 @@ def check_tensors(seen, script, dtype, gpu):
     assert of["_log_softmax"] == {(gpu, loss), (gpu, FP32)}  # in training, in evaluation
     steps = {name: kinds for name, kinds in of.items() if name.startswith("_fused")}
     name = script.split()[0]
-    of_dtensors = ("FSDP", "HSDP", "optimizer_in_backward")
+    of_dtensors = ("FSDP", "HSDP", "SimpleFSDP_by_hand", "optimizer_in_backward")
     of_dtensors = name.removeprefix("pytorch_") in of_dtensors  # which have none
     assert steps == ({} if of_dtensors else {"_fused_sgd_": {(gpu, weights)}})
 
