@@ -59,7 +59,8 @@ def argument_parser(
         doc: the script's docstring, shown by ``--help``.
         only_gpt: the technique supports only GPTs and Llamas.
         experts: the help shows the flags of a mixture of experts.
-        only: names of the shared flags that have a meaning in the script (default: all).
+        only: names of the shared flags that have a meaning in the script (default: all), for one
+            that does not train on a data set, such as pytorch_GRPO.py.
     """
     parser = cli.make_parser(doc)
     choice.add_all_flags(parser, only_gpt, experts, only)
@@ -83,15 +84,16 @@ def parse_args(parser: ArgumentParser) -> Settings:
     return args
 
 
-def prepare_process(args: Settings, others: bool = False) -> None:
+def prepare_process(args: Settings, several_launchers: bool = False) -> None:
     """Set up the process: end with the launcher, listen on loopback if all ranks share a machine,
     explain timeouts, check that output can be written, and set the default dtype.
 
     Args:
-        others: whether it also connects to processes of other launchers, on other machines.
+        several_launchers: whether it connects to processes of other launchers, too, which may be
+            on other machines.
     """
     harness.world.die_with_launcher()
-    one_machine = world().size == world().local_size and not others
+    one_machine = world().size == world().local_size and not several_launchers
     folder = local_folder(args.output_dir)
     if one_machine:
         harness.world.listen_on_loopback()
@@ -109,15 +111,18 @@ def prepare_process(args: Settings, others: bool = False) -> None:
         torch.set_default_dtype(torch.float64)
 
 
-def announce(args: Settings, device: torch.device, readers: int | None = None) -> None:
+def announce(
+    args: Settings, device: torch.device, readers: int | None = None, replicas: int = 1
+) -> None:
     """Print script, device and settings; then check the model's name, before loading data.
 
     Args:
         readers: parts of the global batch; if there are more ranks, several process the same one.
+        replicas: groups of ranks like these, between which the batch is divided, maybe unevenly.
     """
     ranks = world().size
     readers = readers or world().size
-    if args.batch_size % readers:
+    if replicas == 1 and args.batch_size % readers:
         near = max(args.batch_size // readers, 1) * readers
         batch = f"--batch-size {args.batch_size} is the global batch"
         fail(f"{batch} and is not divisible by {readers} ranks; use --batch-size {near}")
@@ -127,6 +132,8 @@ def announce(args: Settings, device: torch.device, readers: int | None = None) -
     backend = f" ({dist.get_backend()})" if dist.is_initialized() else ""
     each = "per rank" if readers == ranks else f"for {ranks // readers} ranks together"
     batch = f"global batch {args.batch_size} = {readers} x {args.batch_size // readers} {each}"
+    if replicas > 1:
+        batch = f"global batch {args.batch_size} for {replicas} replicas of {ranks} ranks"
     task = f"{args.task.data.describe(args)}, dataset {args.dataset}"
     where = f"{ranks} x {device_name(device)}{backend}"
     print0(f"{this_script()}: {where}, {choice.kind_of(args)} {task}, {batch}")

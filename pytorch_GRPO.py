@@ -31,8 +31,8 @@ from jobs.model_parts import units_of
 
 LETTERS = list("abcdefghijklmnop")
 PROMPT = 4  # letters
-FLAGS = "max_steps lr weight_decay clip_grad model kv_heads mlp_width tie print_freq output_dir"
-FLAGS += " device timeout seed double"  # GRPO: the shared ones that have a meaning here
+FLAGS = "max_steps optimizer lr weight_decay clip_grad model kv_heads mlp_width tie print_freq"
+FLAGS += " output_dir device timeout seed double"  # GRPO: the shared ones that have a meaning here
 
 
 # ------------------------------------------------------------------------- completions and loss
@@ -330,7 +330,8 @@ def main():
     # 4. Save
     if trains:
         whole = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = sd.get_model_state_dict(model, options=whole)  # FSDP: gathered on rank 0, on CPU
+        # FSDP: gathered on rank 0, on the CPU
+        weights = sd.get_model_state_dict(model, options=whole)
         if rank == 0:
             common.save_model(args, weights)
     common.wait_for_gloo()

@@ -113,7 +113,7 @@ def main():
          help="learning rate of the outer optimizer (default: 1, plain averaging)")
     flag("--outer-momentum", type=number(float, 0, 1), default=0.0, metavar="X",
          help="momentum of the outer optimizer (default: 0)")
-    flag("--fragments", type=common.number(int, 1), default=1, metavar="F",
+    flag("--fragments", type=number(int, 1), default=1, metavar="F",
          help="parts of the model that are averaged at different steps (default: 1)")
     # fmt: on
     args = common.parse_args(parser)

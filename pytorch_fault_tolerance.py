@@ -22,6 +22,7 @@ Sends       per step and rank, what pytorch_FSDP.py sends in a replica; and to R
 """
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -39,7 +40,11 @@ from torch.utils.data import DistributedSampler, Sampler
 import common
 from jobs.model_parts import units_of
 from jobs.text import Documents
-from parallel.rounds import Rounds, serve
+from parallel.rounds import Rounds
+
+# Flags that each replica may set as it likes; with other ones it would take other steps
+OWN = ("output_dir", "data_dir", "resume", "store", "patience", "timeout", "device", "workers")
+OWN += ("local_rank", "serve", "print_freq", "snapshot_every", "on_save_error", "trace")
 
 
 class Shares(Sampler):
@@ -51,6 +56,9 @@ class Shares(Sampler):
         self.samples = samples
         self.epoch = 0
         self.divide(0, 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
     def divide(self, replica: int, replicas: int) -> None:
         """Take the share of the ``replica``-th of so many."""
@@ -131,7 +139,7 @@ class Replicas(Rounds):
             decision = self.decide(done=why is None)
             if decision != "redo":
                 return decision
-            self.next_round(newcomers=False)
+            self.next_round_or_exit(newcomers=False)
             failures = failures + 1 if self.members == members else 0
             if failures == 3:  # the same for all: nobody is dead
                 slow = f"or --patience {self.args.patience} is too short for one of their sums"
@@ -186,7 +194,7 @@ class Replicas(Rounds):
         if not self.args.store:
             return
         self.step = run.step
-        self.next_round(newcomers=True)
+        self.next_round_or_exit(newcomers=True)
         tensors = list(model.state_dict().values())
         if max(self.steps()):  # otherwise no optimizer has a state
             sd.get_optimizer_state_dict(model, optimizer)  # an empty step, where there is none
@@ -214,6 +222,36 @@ class Replicas(Rounds):
             scheduler.last_epoch = self.step - 1
             scheduler.step()
         common.print0(f"step {self.step}: replicas {self.members}; this is {self.me}")
+
+
+def serve(port: int) -> None:
+    """Keep the store until somebody ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    print(f"the store listens on port {store.port}; Ctrl-C ends it", flush=True)
+    signal.pause()
+
+
+def connect(args: common.Settings) -> dist.Store | None:
+    """The store that ``--serve`` hosts, for all replicas."""
+    if not args.store:
+        return None
+    host, _, port = args.store.rpartition(":")
+    try:
+        return dist.TCPStore(host, int(port), timeout=timedelta(seconds=60))
+    except RuntimeError as error:
+        no = f"--store {args.store} does not answer ({error})"
+        common.fail(f"{no}; start it with --serve {port}")
+
+
+def check_others(args: common.Settings, replicas: Replicas) -> None:
+    """Refuse flags that are not those of the other replicas."""
+    for name, value in {**vars(args), "ranks of a replica": replicas.ranks}.items():
+        is_plain = value is None or isinstance(value, (bool, int, float, str))
+        if args.store and is_plain and name not in OWN:
+            theirs = replicas.agree(name, repr(value))
+            if theirs != repr(value):
+                common.fail(f"{name} {value}: the other replicas have {theirs}; use the same")
 
 
 def is_here(store: str) -> bool:
@@ -264,7 +302,7 @@ def main():
         return serve(args.serve)
     check_flags(args)
     # tolerance: replicas on other machines are not on loopback
-    common.prepare_process(args, others=bool(args.store) and not is_here(args.store))
+    common.prepare_process(args, bool(args.store) and not is_here(args.store))
     if "RANK" not in os.environ:  # torchrun: sets these; without it, there is one process
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -281,8 +319,9 @@ def main():
     )
     rank = dist.get_rank()  # DDP: from 0 to world_size - 1
     world_size = dist.get_world_size()
-    common.announce(args, device)
-    replicas = Replicas(args, device)
+    common.announce(args, device, replicas=args.replicas)
+    replicas = Replicas(args, device, connect(args))
+    check_others(args, replicas)
     # tolerance: dropout also differs by replica
     common.seed_everything(args.seed + rank + world_size * replicas.me, args.deterministic)
 
@@ -321,7 +360,7 @@ def main():
 
     # 5. Train
     for epoch in run.epochs_left():
-        sampler.epoch = epoch  # DDP: a new order every epoch, the same on all ranks
+        sampler.set_epoch(epoch)  # DDP: a new order every epoch, the same on all ranks
         replicas.divide(sampler)  # tolerance: anew, if there are other replicas
         train_loader = common.make_loader(args, train_set, sampler.size, sampler, drop_last=True)
         model.train()

@@ -231,18 +231,18 @@ def refuse_module(given: str) -> NoReturn:
 
 
 def init_weights(
-    args, model: nn.Module, classes: list[str], others: dict[str, Tensor] | None = None
+    args, model: nn.Module, classes: list[str], targets: dict[str, Tensor] | None = None
 ) -> None:
     """Initialize a model that was made on the meta device, sharded and allocated, with the weights
     of ``make_model()``; each rank gets its shards. For a decoder, ranks draw or read one parameter
     at a time. For other models, rank 0 has the whole model on its CPU. All ranks call it.
 
     Args:
-        others: of a decoder, by name: fill these tensors instead of the model's parameters.
+        targets: of a decoder, by name: fill these tensors instead of the model's parameters.
     """
     models = args.task.models
     if args.task.has_decoder:
-        return models.init_weights(args, model, classes, others)
+        return models.init_weights(args, model, classes, targets)
     weights = models.make_model(args, classes).state_dict() if world().rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)

@@ -134,17 +134,17 @@ def code_points(args, vocabulary: list[str]) -> list[int]:
 
 @torch.no_grad()
 def init_weights(
-    args, model: nn.Module, vocabulary: list[str], others: dict[str, Tensor] | None = None
+    args, model: nn.Module, vocabulary: list[str], targets: dict[str, Tensor] | None = None
 ) -> None:
     """Initialize a model whose memory is allocated but empty, however it is sharded or cut into
     stages: from ``--weights``, or at random. Each rank initializes or reads one parameter at a
-    time and keeps its shard: no rank has the whole model. ``others``: tensors by name, to fill
+    time and keeps its shard: no rank has the whole model. ``targets``: tensors by name, to fill
     instead of its parameters, of which it may have stored some in other ways."""
     if args.tie and hasattr(model, "token") and hasattr(model, "head"):
         model.head.weight = model.token.weight  # allocation has separated them
     points = torch.tensor(code_points(args, vocabulary))
     own = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
-    parameters = others or {name: p for name, p in own.items() if p.is_floating_point()}
+    parameters = targets or {name: p for name, p in own.items() if p.is_floating_point()}
     buffers = dict(model.named_buffers())
     for name, buffer in buffers.items():
         set_whole(buffer, points if name == "vocabulary" else torch.zeros(buffer.shape))

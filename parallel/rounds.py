@@ -1,6 +1,5 @@
 """Which replicas of pytorch_fault_tolerance.py are alive: they agree on it through a store."""
 
-import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -10,21 +9,18 @@ import torch.distributed as dist
 
 from harness.cli import fail
 
-# Flags that each replica may set as it likes; with other ones it would take other steps
-OWN = ("output_dir", "data_dir", "resume", "store", "patience", "timeout", "device", "workers")
-OWN += ("local_rank", "serve", "print_freq", "snapshot_every", "on_save_error", "trace")
-
 
 class Rounds:
     """Which replicas are alive, in rounds. A round is the time between two changes of its members;
     each has its own groups, because a group with a dead member is useless.
 
     Args:
-        args: with ``replicas``, ``store`` and ``patience``.
+        args: with ``replicas``, ``patience`` and ``timeout``.
         device: of the model.
+        store: that all replicas use; ``None`` if there is one replica.
     """
 
-    def __init__(self, args: Any, device: torch.device):
+    def __init__(self, args: Any, device: torch.device, store: dist.Store | None):
         self.args = args
         self.device = device
         self.ranks = dist.get_world_size()  # of a replica
@@ -35,25 +31,15 @@ class Rounds:
         self.step = 0  # of the weights
         self.group = None
         self.me = 0
-        if not args.store:
-            return
-        host, _, port = args.store.rpartition(":")
-        try:
-            store = dist.TCPStore(host, int(port), timeout=timedelta(seconds=60))
-        except RuntimeError as error:
-            fail(f"--store {args.store} does not answer ({error}); start it with --serve {port}")
         # Less than patience: a rank that waits for a dead one must be back when others count
         self.limit = timedelta(seconds=args.patience / 2)
+        if store is None:
+            return
         store.set_timeout(self.limit)
         self.store = dist.PrefixStore("replicas", store)
         number = torch.tensor(self.store.add("started", 1) if self.rank == 0 else 0, device=device)
         dist.broadcast(number, src=0)
         self.me = number.item()
-        for name, value in {**vars(args), "ranks of a replica": self.ranks}.items():
-            is_plain = value is None or isinstance(value, (bool, int, float, str))
-            if is_plain and name not in OWN and self.agree(name, repr(value)) != repr(value):
-                theirs = self.agree(name, "")
-                fail(f"{name} {value}: the other replicas have {theirs}; use the same")
 
     def agree(self, key: str, proposal: str) -> str:
         """The first value that anyone proposes for a key."""
@@ -70,9 +56,9 @@ class Rounds:
         key = f"{number}/joined"
         return set(map(int, self.store.get(key).split())) if self.store.check([key]) else set()
 
-    def next_round(self, newcomers: bool) -> None:
-        """Agree on the members of the next round. The old ones wait for each other, up to
-        --patience; ``newcomers``: whether others are let in."""
+    def next_round_or_exit(self, newcomers: bool) -> None:
+        """Agree on the members of the next round, or end the process if this replica is none. The
+        old ones wait for each other, up to --patience; ``newcomers``: whether others are let in."""
         self.leave_group()
         if self.round == 0 and self.store.check(["round"]):
             self.round = int(self.store.get("round"))
@@ -120,7 +106,7 @@ class Rounds:
 
     def end(self) -> None:
         """Let nobody in any more, because training is over."""
-        if self.args.store:
+        if self.members:
             self.store.set("finished", "")
 
     def leave_group(self) -> None:
@@ -133,11 +119,3 @@ class Rounds:
         store = dist.PrefixStore(f"{self.round}/group {self.rank}", self.store)
         mine = self.members.index(self.me)
         self.group = dist.ProcessGroupGloo(store, mine, len(self.members), self.limit)
-
-
-def serve(port: int) -> None:
-    """Keep the store until somebody ends this process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    print(f"the store listens on port {store.port}; Ctrl-C ends it", flush=True)
-    signal.pause()

@@ -324,6 +324,9 @@ def answers(root: Path, path: Path, results: dict) -> dict[str, str]:
     return found
 
 
+OPTIMIZERS = {"Muon": "Muon and AdamW", "low_bit_optimizer": "AdamW"}  # that a script has
+
+
 def tested(row: Technique) -> str:
     """What tests/test_contract.py does with a script, in a sentence."""
     usual = [one for one in row.cases if not {"rounds", "full"} & one.traits] or row.cases
@@ -333,7 +336,7 @@ def tested(row: Technique) -> str:
     said = f"Tested: `{row.script}.py` on {ranks}"
     said += f" ({', '.join(flags)})" if flags else ""
     if row.parent and not {"differs", "rounds"} & row.traits:
-        optimizers = "Muon and AdamW" if row.name == "Muon" else "SGD and AdamW"
+        optimizers = OPTIMIZERS.get(row.name, "SGD and AdamW")
         said += f", with {optimizers}. Its weights are those of one process on the same batches, "
         said += "up to the rounding of float64"
     return f"{said}; the bytes that it keeps and sends equal the formulas. {PROOF}"

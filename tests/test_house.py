@@ -56,7 +56,7 @@ BUDGETS = {
     "website": 592,
     "measure": 1960,
     "tests": 11000,
-    "common.py": 230,
+    "common.py": 234,
     "techniques.py": 222,
     "theory.py": 192,
 }

@@ -10,17 +10,10 @@ import torch
 from conftest import ROOT
 from torch.utils.data import DataLoader
 
+from measure.count_padding import functions_of, padding_of
+
 SIZES = [5, 9, 4, 11, 7, 3, 8]  # of shards
 STEPS, BATCH, LANES, BLOCK = 17, 5, 3, 4
-
-
-def functions_of(name, **constants):
-    """Of an example, with these constants."""
-    path = ROOT / f"examples/{name}.py"
-    found = {"__file__": str(path)}
-    exec(path.read_text().partition("\n\n\ndef main")[0], found)
-    found.update(constants)
-    return found
 
 
 class Shard(list):
@@ -38,7 +31,7 @@ def stream():
     """A function that makes the stream of a rank; and the shards, of numbered samples."""
     numbers = itertools.count()
     shards = [Shard(itertools.islice(numbers, size)) for size in SIZES]
-    names = functions_of("stream", STEPS=STEPS, BATCH=BATCH, LANES=LANES, BLOCK=BLOCK)
+    names = functions_of("stream.py", STEPS=STEPS, BATCH=BATCH, LANES=LANES, BLOCK=BLOCK)
 
     def make(start=0, rank=0, world=1, **constants):
         names.update(constants)
@@ -125,14 +118,13 @@ def test_what_the_page_shows_is_tested():
 
 def test_buckets():
     """Each sample once an epoch, in batches of similar length, from any step on."""
-    count = functions_of("troubles/count_padding")
-    order = count["functions_of"]("own/buckets.py", BATCH=8, STEPS=150, WINDOW=8)
+    order = functions_of("own/buckets.py", BATCH=8, STEPS=150, WINDOW=8)
     train_set, _ = order["make_data"]()
     batches = [*order["order"](train_set, 0)]
     first, second = ([*itertools.chain(*batches[i : i + 67])] for i in (0, 67))
     assert len({*first}) == len({*second}) == len(first) == 67 * 8 and first != second
     assert all([*order["order"](train_set, start)] == batches[start:] for start in (1, 66, 67, 149))
-    saved = [count["padding_of"](name, train_set) for name in ("plain.py", "own/buckets.py")]
+    saved = [padding_of(name, train_set) for name in ("plain.py", "own/buckets.py")]
     assert saved[1] < saved[0] / 3
     order["nn"] = torch.nn
     labels = [train_set[i]["labels"] for i in batches[3]]

@@ -81,7 +81,7 @@ def test_a_replica_without_one_of_its_ranks_is_no_member(play):
     """Its other rank ends, so that its launcher starts it again."""
 
     def enter(self):
-        self.next_round(newcomers=False)
+        self.next_round_or_exit(newcomers=False)
         return self.members
 
     assert play(enter, ALL[:3]) == [[1], [1], 3]
@@ -94,16 +94,16 @@ def test_a_replica_that_waits_is_let_in_after_a_step_only(play):
     def enter(self):
         if self.me == 3:
             self.round = 0
-            self.next_round(newcomers=True)
+            self.next_round_or_exit(newcomers=True)
             return self.members
         self.store.set("round", "1")
         while not self.store.check(["2/joined"]):  # the newcomer is the first in the list
             time.sleep(0.01)
-        self.next_round(newcomers=False)
+        self.next_round_or_exit(newcomers=False)
         alone = self.members
         while not self.store.check(["3/joined"]):
             time.sleep(0.01)
-        self.next_round(newcomers=True)
+        self.next_round_or_exit(newcomers=True)
         return alone, self.members
 
     found = play(enter, ranks, patience=2)

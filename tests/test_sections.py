@@ -37,7 +37,17 @@ def code_of(page, heading):
     return re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
 
+def test_what_generates_alone_is_tested():
+    """By test_docs.py, as a remedy that sends nothing."""
+    [code] = code_of("techniques/GRPO", "generate() while training with FSDP")
+    source = (ROOT / "examples/troubles/fsdp.py").read_text()
+    _, _, function = source.partition("def gathers_for_each_token")
+    for line in code.splitlines():
+        assert line.startswith("...") or line.strip() in function, line
+
+
 # ------------------------------------------------------------------------------------ a debugger
+@pytest.mark.full  # of a library alone
 def test_a_debugger_on_one_rank(tmp_path):
     """It reads the terminal of torchrun, and the other rank waits until it continues."""
     (tmp_path / "script.py").write_text(DEBUGGED)
@@ -183,7 +193,8 @@ COMPILED = [  # dynamic, reads its number, is sharded, and graphs after each of 
 
 
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="counted in PyTorch 2.14")
-@cases("is_dynamic, reads_it, shards, expected", COMPILED, lambda *row: row == COMPILED[3])
+@pytest.mark.full  # of PyTorch alone
+@pytest.mark.parametrize("is_dynamic, reads_it, shards, expected", COMPILED)
 def test_how_often_blocks_are_compiled(is_dynamic, reads_it, shards, expected):
     """Ten blocks, of which the first one gets an input that needs no gradient."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -208,6 +219,7 @@ def test_how_often_blocks_are_compiled(is_dynamic, reads_it, shards, expected):
 
 
 # ------------------------------------------------------------------ one GPU, variables, versions
+@pytest.mark.full  # of a library alone
 def test_accelerate_refuses_a_model_on_several_devices(monkeypatch):
     accelerate = pytest.importorskip("accelerate")
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -49,11 +49,8 @@ JOB = (
 )
 GPT = "--model gpt-4x4x16 --context 16"
 APART = ("DDP", "compile", "checkpoint")  # another launcher, minutes to compile, own snapshots
-MORE = {
-    "LoRA": "--merge",
-    "QLoRA": "--merge",
-    "ND_parallel": "--tp 2",
-}  # to write all weights; to split a layer
+# To write all weights; to split a layer
+MORE = {"LoRA": "--merge", "QLoRA": "--merge", "ND_parallel": "--tp 2"}
 STEPS_PER_EPOCH = 4
 SNAPSHOT_EVERY = 2
 RANKS = 2

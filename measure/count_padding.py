@@ -1,4 +1,4 @@
-"""How much of what ranks compute is padding: python examples/troubles/count_padding.py"""
+"""How much of what ranks compute is padding: python measure/count_padding.py"""
 
 from pathlib import Path
 
@@ -6,10 +6,11 @@ import torch
 
 RANKS = 4
 BATCH = 32
-EXAMPLES = Path(__file__).parents[1]
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def functions_of(name, **constants):  # of a file of examples/
+def functions_of(name, **constants):
+    """Of a file of examples/, with these constants."""
     found = {"torch": torch}
     exec((EXAMPLES / name).read_text().partition("\n\n\ndef main")[0], found)
     found.update(constants)
