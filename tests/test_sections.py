@@ -11,7 +11,7 @@ from textwrap import indent
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, cases, succeed
+from conftest import ROOT, succeed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -269,6 +269,7 @@ def test_versions_of_the_page():
     page = (ROOT / "docs/ecosystem.md").read_text()
     rows = re.findall(r"^\| (\S+) (\d\S+) \| (.*?) \|", page, re.MULTILINE)
     assert len(rows) == 6
+    checked = 0
     for name, version, said in rows:
         with contextlib.suppress(metadata.PackageNotFoundError):
             if metadata.version(name) != version:
@@ -277,3 +278,6 @@ def test_versions_of_the_page():
             asked = [one.replace(" ", "").replace("(", "").replace(")", "") for one in asked]
             asked = [one for one in asked if re.match(r"torch[<>=]", one)]
             assert said == (f"`{asked[0]}`" if asked else "nothing")
+            checked += 1
+    if not checked:
+        pytest.skip("no package is installed in the version of the page")
