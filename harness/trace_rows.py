@@ -30,7 +30,10 @@ def make_rows(events: list[dict], rank: int) -> list[dict]:
         threads = {event["tid"] for event in phases}
         working = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] in threads]
         working = [e for e in working if computes(e["name"])]
-        sent = [*describe_gloo(events)]
+        # gloo's thread ends its last event of the step before, which is in the trace then, only
+        # after the waiting thread has gone on.
+        start = min((e["ts"] for e in phases), default=0)
+        sent = [*describe_gloo([e for e in events if e["ts"] >= start])]
         # An operation on a DTensor may contain a wait for communication.
         waits = [e for e in events if e["name"] == "_c10d_functional::wait_tensor"]
     compute = [row(rank, "compute", *found) for found in spans(working, without=waits)]

@@ -232,8 +232,11 @@ def test_rows_of_a_gpu():
 
 def test_rows_of_gloo():
     """It sends a reduce_scatter as an all_reduce; what was asked for has the name and the bytes. A
-    range that may contain a wait is no compute, and nor is what another thread does."""
+    range that may contain a wait is no compute, and nor is what another thread does. What gloo
+    began before the first phase belongs to the step before."""
     events = [
+        event("user_annotation", "gloo:all_reduce", -9, 10, tid=3,
+              **{"Input Dims": [[6]], "Input type": ["float"]}),  # of the step before
         event("user_annotation", "backward", 0, 100),
         event("cpu_op", "aten::mm", 10, 20),
         event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 5, 90),
@@ -247,7 +250,7 @@ def test_rows_of_gloo():
     assert found["compute"] == ("compute", 10, 20, {})
     assert found["communication"] == ("reduce_scatter", 25, 30, {"bytes": 32})
     assert found["overlap"] == ("overlap", 25, 5, {})
-    del events[4]  # began before the trace
+    del events[5]  # began before the trace
     # What an operation on DTensors waits for within itself is no compute either:
     events += [event("cpu_op", "_c10d_functional::wait_tensor", 15, 5)]
     rows = trace_rows.make_rows(events, rank=0)

@@ -6,7 +6,7 @@ import re
 from conftest import ROOT, succeed
 
 PROGRAM = f"""
-import json, sys
+import json, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ def watched(shard):
     return whole
 
 def held():
+    time.sleep(0.05)  # gloo's thread lets go of what it gathered after the waiting thread went on
     return sum(size for storage, size in storages if not storage.expired())
 
 dist.init_process_group("gloo")
