@@ -22,7 +22,6 @@ Sends       per step and rank, what pytorch_FSDP.py sends in a replica; and to R
 """
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -40,7 +39,7 @@ from torch.utils.data import DistributedSampler, Sampler
 import common
 from jobs.model_parts import units_of
 from jobs.text import Documents
-from parallel.rounds import Rounds
+from parallel.rounds import Rounds, connect, is_here, serve
 
 # Flags that each replica may set as it likes; with other ones it would take other steps
 OWN = ("output_dir", "data_dir", "resume", "store", "patience", "timeout", "device", "workers")
@@ -224,26 +223,6 @@ class Replicas(Rounds):
         common.print0(f"step {self.step}: replicas {self.members}; this is {self.me}")
 
 
-def serve(port: int) -> None:
-    """Keep the store until somebody ends this process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    print(f"the store listens on port {store.port}; Ctrl-C ends it", flush=True)
-    signal.pause()
-
-
-def connect(args: common.Settings) -> dist.Store | None:
-    """The store that ``--serve`` hosts, for all replicas."""
-    if not args.store:
-        return None
-    host, _, port = args.store.rpartition(":")
-    try:
-        return dist.TCPStore(host, int(port), timeout=timedelta(seconds=60))
-    except RuntimeError as error:
-        no = f"--store {args.store} does not answer ({error})"
-        common.fail(f"{no}; start it with --serve {port}")
-
-
 def check_others(args: common.Settings, replicas: Replicas) -> None:
     """Refuse flags that are not those of the other replicas."""
     for name, value in {**vars(args), "ranks of a replica": replicas.ranks}.items():
@@ -254,18 +233,11 @@ def check_others(args: common.Settings, replicas: Replicas) -> None:
                 common.fail(f"{name} {value}: the other replicas have {theirs}; use the same")
 
 
-def is_here(store: str) -> bool:
-    """Whether an address HOST:PORT is on loopback, so that all replicas are on this machine."""
-    return store.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
-
-
 def check_flags(args: common.Settings) -> None:
     """Refuse flags that do not fit together, before the data are read."""
     ranks = common.world().size * args.replicas
     if args.replicas > 1 and not args.store:
         common.fail(f"--replicas {args.replicas} need a --store; start one with --serve PORT")
-    if args.store and not args.store.rpartition(":")[2].isdecimal():
-        common.fail(f"--store {args.store} has no port; use HOST:PORT, as of --serve PORT")
     if args.batch_size < ranks:
         common.fail(f"--batch-size {args.batch_size}: {ranks} ranks need a sample each; raise it")
     if args.store and args.eval_every:
@@ -320,7 +292,7 @@ def main():
     rank = dist.get_rank()  # DDP: from 0 to world_size - 1
     world_size = dist.get_world_size()
     common.announce(args, device, replicas=args.replicas)
-    replicas = Replicas(args, device, connect(args))
+    replicas = Replicas(args, device, connect(args.store))
     check_others(args, replicas)
     # tolerance: dropout also differs by replica
     common.seed_everything(args.seed + rank + world_size * replicas.me, args.deterministic)
@@ -329,10 +301,8 @@ def main():
     train_set, eval_set = common.make_datasets(args)
     batch_size = args.batch_size // world_size  # DDP: this rank's share of the global batch
     if isinstance(train_set, Documents):
-        common.fail(
-            f"--dataset {args.dataset} has padding, and shares have different numbers of "
-            "labels; use a text, such as shakespeare"
-        )
+        uneven = "is padded, so shares have different numbers of labels"
+        common.fail(f"--dataset {args.dataset} {uneven}; use a text, such as shakespeare")
     sampler = Shares(args, len(train_set))
     train_loader = common.make_loader(args, train_set, sampler.size, sampler, drop_last=True)
     eval_sampler = DistributedSampler(eval_set, shuffle=False)  # DDP: the same, without shuffling

@@ -35,14 +35,14 @@ def add_flags(parser: ArgumentParser, attentions: Iterable[str]) -> None:
     flag("--cp", type=positive, default=1, metavar="N",
          help="ranks that split each sequence (default: 1)")
     flag("--ep", type=positive, default=1, metavar="N",
-         help="ranks that divide the experts, of those that shard (default: 1)")
+         help="sharding ranks that divide the experts (default: 1)")
     flag("--attention", choices=attentions, default="ring",
          help="how ranks exchange keys and values (default: ring)")
     flag("--ac", choices=["none", "selective", "full"], default="none",
          help="recompute each block in backward; selective: except attention and "
          "every second matmul (default: none)")
     flag("--offload-activations", action="store_true",
-         help="with --ac full: keep the inputs of blocks in CPU memory until backward")
+         help="with --ac full: keep blocks' inputs in CPU memory")
     flag("--loss-chunks", type=positive, metavar="N",
          help="compute the loss in N chunks of tokens (default: off)")
     flag("--compile", action="store_true", help="compile each block")

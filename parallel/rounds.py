@@ -1,5 +1,6 @@
 """Which replicas of pytorch_fault_tolerance.py are alive: they agree on it through a store."""
 
+import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -119,3 +120,30 @@ class Rounds:
         store = dist.PrefixStore(f"{self.round}/group {self.rank}", self.store)
         mine = self.members.index(self.me)
         self.group = dist.ProcessGroupGloo(store, mine, len(self.members), self.limit)
+
+
+def serve(port: int) -> None:
+    """Keep the store until somebody ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    print(f"the store listens on port {store.port}; Ctrl-C ends it", flush=True)
+    signal.pause()
+
+
+def connect(address: str | None) -> dist.Store | None:
+    """The store that ``--serve`` hosts at HOST:PORT, for all replicas."""
+    if not address:
+        return None
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        fail(f"--store {address} has no port; use HOST:PORT, as of --serve PORT")
+    try:
+        return dist.TCPStore(host, int(port), timeout=timedelta(seconds=60))
+    except RuntimeError as error:
+        no = f"--store {address} does not answer ({error})"
+        fail(f"{no}; start it with --serve {port}")
+
+
+def is_here(store: str) -> bool:
+    """Whether an address HOST:PORT is on loopback, so that all replicas are on this machine."""
+    return store.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")

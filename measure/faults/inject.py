@@ -175,39 +175,51 @@ def try_one(args, expected, output, fault):
             return "wrong", seconds, f" (processes {left} are left)"
         return "clean", seconds, ""
     finally:
-        for process in processes_of(output):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        end(processes_of(output))
         shutil.rmtree(output, ignore_errors=True)
 
 
 def run(args, output, fault):
     """Exit code, ``None`` if it did not end; and the events, with the step from the beginning."""
-    output.mkdir()
-    events = output / "events"
-    events.touch()
     script, _, flags = fault["script"].partition(" ")  # its flags come last, and so they count
-    command = (
+    process = start(
+        args.server,
         f"python measure/faults/agent.py --standalone --max-restarts 3 --nproc_per_node={RANKS} "
-        f"measure/faults/victim.py {script} {JOB} {flags} --output-dir {output}"
+        f"measure/faults/victim.py {script} {JOB} {flags}",
+        output,
+        fault,
     )
-    env = os.environ | ENVIRONMENT | {"FAULT": json.dumps(fault | {"events": str(events)})}
-    env["TMPDIR"] = str(output)  # where torchrun leaves a folder
-    with open(output / "log", "w") as log:
-        words = shlex.split(command)
-        process = args.server.start(words, stdout=log, stderr=log, cwd=ROOT, env=env)
-        try:
-            code = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-            code = None
+    try:
+        code = process.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        end([process.pid])
+        process.wait()
+        code = None
     found = []
-    for line in events.read_text().splitlines():
+    for line in (output / "events").read_text().splitlines():
         when, what, restarts, epoch, index = line.split()
         step = int(epoch) * STEPS_PER_EPOCH + int(index) + 1
         found.append({"time": float(when), "what": what, "restarts": int(restarts), "step": step})
     return code, found
+
+
+def start(server, command, output, fault):
+    """Start a trial, or a part of it, with everything that it writes in a new folder."""
+    output.mkdir()
+    events = output / "events"
+    events.touch()
+    env = os.environ | ENVIRONMENT | {"FAULT": json.dumps(fault | {"events": str(events)})}
+    env["TMPDIR"] = str(output)  # where torchrun leaves a folder
+    with open(output / "log", "w") as log:
+        words = shlex.split(f"{command} --output-dir {output}")
+        return server.start(words, stdout=log, stderr=log, cwd=ROOT, env=env)
+
+
+def end(processes):
+    """Kill those of these that still run."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def processes_of(output):

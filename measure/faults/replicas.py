@@ -16,7 +16,6 @@ replicas print says whose samples are in which step. A single process repeats th
 Exit code: 0 if all trials were clean, else 1.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -24,7 +23,6 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -129,7 +127,7 @@ def run_trials(args, folder):
         fault = {"kind": "none", "rank": 0, "step": 0, "phase": "none"}
         fault |= {"samples": json.loads(history)}
         command = f"python measure/faults/victim.py pytorch_SingleGPU.py {JOB}"
-        process = start(args, command, output, fault)
+        process = inject.start(args.server, command, output, fault)
         if process.wait(inject.LIMIT):
             sys.exit(f"the single process failed: {(output / 'log').read_text()}")
         return weights_of(output)
@@ -143,10 +141,8 @@ def run_trials(args, folder):
             outcomes.append(verdict)
             what = " and ".join(map(str, faults)) + ("; restarted" if again else "")
             print(f"trial {number:3}: {what}: {verdict}{why}", flush=True)
-    counts = ", ".join(
-        f"{outcomes.count(each)} {each}" for each in ("clean", "wrong", "hung", "missed")
-    )
-    print(f"{args.trials} trials: {counts}")
+    counts = [f"{outcomes.count(each)} {each}" for each in ("clean", "wrong", "hung", "missed")]
+    print(f"{args.trials} trials: {', '.join(counts)}")
     return outcomes
 
 
@@ -167,7 +163,7 @@ def try_one(args, expected, folder, faults, again):
         if replica in broken:
             fault |= broken[replica]._asdict()
         command = f"python measure/faults/agent.py {launcher} {script}"
-        agents.append(start(args, command, folder / str(replica), fault))
+        agents.append(inject.start(args.server, command, folder / str(replica), fault))
     whole = [replica for replica in range(REPLICAS) if replica not in broken]
     try:
         codes = ends_of([agents[replica] for replica in whole], inject.LIMIT)
@@ -180,9 +176,7 @@ def try_one(args, expected, folder, faults, again):
         return verdict_of(folder, expected, whole + returning, codes)
     finally:
         for replica, agent in enumerate(agents):
-            for process in [agent.pid, *inject.processes_of(folder / str(replica))]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+            inject.end([agent.pid, *inject.processes_of(folder / str(replica))])
             agent.wait()
         if all((folder / f"{replica}/model.pt").exists() for replica in whole):
             shutil.rmtree(folder, ignore_errors=True)
@@ -205,10 +199,8 @@ def verdict_of(folder, expected, ended, codes):
     left = ", ".join(f"step {step} with {len(kept)}" for step, kept in history.items())
     if far > TOLERANCE:
         return "wrong", f" (weights differ by {far:.1e}: {left})\n{said}"
-    return (
-        "clean",
-        f", {far:.0e} from one process: {left or 'no sample lost'}; {len(ended)} finished",
-    )
+    lost = left or "no sample lost"
+    return "clean", f", {far:.0e} from one process: {lost}; {len(ended)} finished"
 
 
 def samples_of(said):
@@ -232,16 +224,6 @@ def samples_of(said):
 
 def weights_of(output):
     return torch.load(output / "model.pt", weights_only=True)
-
-
-def start(args, command, output, fault):
-    output.mkdir()
-    (output / "events").touch()
-    env = os.environ | inject.ENVIRONMENT | {"TMPDIR": str(output)}
-    env["FAULT"] = json.dumps(fault | {"events": str(output / "events")})
-    with open(output / "log", "w") as log:
-        words = shlex.split(f"{command} --output-dir {output}")
-        return args.server.start(words, stdout=log, stderr=log, cwd=ROOT, env=env)
 
 
 def ends_of(agents, seconds):

@@ -107,17 +107,6 @@ def cut_and_complete(path):
     path.write_bytes(whole)
 
 
-def before(module, name, phase):
-    """Let the fault happen when a function of a module is called."""
-    original = getattr(module, name)
-
-    def replacement(*args, **kwargs):
-        happen(phase)
-        return original(*args, **kwargs)
-
-    setattr(module, name, replacement)
-
-
 def wait_for_files():
     at, files = FAULT.get("hold", (0, []))
     end = time.monotonic() + 60
@@ -158,14 +147,14 @@ def in_backward(module, args, output):
         output.register_hook(lambda gradient: happen("backward"))
 
 
-def between(kind, name, before, after, which=lambda *_: True):
-    """Let the fault happen before or after a method of PyTorch that the script itself calls."""
+def between(kind, name, before, after=None, which=lambda *_: True):
+    """Let the fault happen before or after a function or method that the script itself calls."""
     method = getattr(kind, name)
 
-    def replacement(*args):
+    def replacement(*args, **kwargs):
         due = which(*args)
         happen(before if due else None)
-        found = method(*args)
+        found = method(*args, **kwargs)
         happen(after if due else None)
         return found
 
@@ -233,8 +222,8 @@ if world().rank == 0:
             cut_and_complete(path)
 
     torch.save = save_in_halves
-    before(os, "replace", "before rename")
-    before(snapshots, "list_snapshots", "after rename")  # looks for older ones then
+    between(os, "replace", "before rename")
+    between(snapshots, "list_snapshots", "after rename")  # looks for older ones then
 else:
     together = snapshots.together
 
