@@ -22,7 +22,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import harness.world
 from estimator import fakes, gpu_rules
-from estimator.live_bytes import LiveBytes
+from estimator.live_bytes import LiveBytes, storages_of
 from harness.data import TaskData
 from jobs.sizes import is_decoder
 
@@ -87,7 +87,16 @@ class Job:
         make = models.make_shapes if self.is_gpt else models.make_model
         with torch.device("cpu"):
             model = make(args, classes)
+        self.made = [*model.parameters()] if torch.get_default_device().type == "meta" else []
         return model.to(memory_format=self.order) if channels_last else model
+
+    def to_empty(self, module: nn.Module) -> nn.Module:
+        """Allocate nothing but the module: parameters that it had on the meta device take no
+        memory, even if one is alive, such as the last one of a loop over them."""
+        kept = storages_of([*module.parameters(), *module.buffers()])
+        for storage in {*storages_of(self.made)}.difference(kept):
+            storage.resize_(0)
+        return module
 
     def images(self, n: int, dtype: torch.dtype | None) -> Tensor:
         images = torch.zeros(n, 3, self.args.image_size, self.args.image_size, dtype=dtype)
@@ -237,13 +246,12 @@ def run_script(
     from jobs import language_models
     from libraries import deepspeed_engine
 
-    order = torch.channels_last if as_on_a_gpu else torch.contiguous_format
-    job = Job(classes, order)
+    job = Job(classes, torch.channels_last if as_on_a_gpu else torch.contiguous_format)
     live = LiveBytes(block)
     ShortRun.live = live
     ShortRun.total_steps = steps
     stand_in_for_training(common, job)
-    nn.Module.to_empty = lambda module, **_: module
+    nn.Module.to_empty = lambda module, **_: job.to_empty(module)
     common.init_weights = lambda *_: None  # fake tensors have no data
     language_models.init_weights = lambda *_: None
     deepspeed_engine.resume_or_exit = ShortRun.load_engine

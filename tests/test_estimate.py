@@ -13,6 +13,8 @@ from estimator import allocator, fit, gpu_rules, network, recommend, tables, tec
 from estimator.live_bytes import LiveBytes
 from estimator.sent import Message
 from harness import flops
+from jobs.gpt import GPT
+from jobs.sizes import size_of_name
 from measure.estimates import published
 from techniques import TECHNIQUES, technique
 from theory import decoder
@@ -80,6 +82,15 @@ def test_the_largest_share_of_zero_is_predicted(tmp_path):
     assert states[0] < 0.6 * max(states)
     assert predicted["optimizer"] == max(states)
     assert predicted == max(real, key=lambda kinds: sum(kinds.values()))
+
+
+def test_what_was_on_the_meta_device_takes_no_memory(tmp_path):
+    """A variable of the script's loop is still a whole parameter, when the model has its shards."""
+    flags = f"--dtype bfloat16 --bf16-weights {TEXT}"
+    [found] = live_bytes("python", "pytorch_low_bit_optimizer.py", flags, tmp_path, "1")
+    model = GPT([*range(65)], size_of_name("gpt-4x4x64", None, None), context=64, dropout=0)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert found["parameters"] == 2 * parameters + 8 * 65  # code points of the characters, in int64
 
 
 OF_FOUR = ["PP.py", "EP.py --top-k 2", "TP.py --sequence-parallel", "ND_parallel.py --ac full"]
