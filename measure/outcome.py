@@ -13,6 +13,7 @@ from tqdm import tqdm
 from harness.cli import fail
 
 FIGURES = ("state_bytes", "train_loss", "eval_loss")  # of a run, that are recorded
+MORE = {"pytorch_compile": "first_step_seconds", "--profile-memory": "peak_memory_gib"}
 
 
 def read_curve(folder: Path) -> list[list[float]]:
@@ -65,8 +66,9 @@ def record(commands: dict[str, str], root: Path, environment: dict) -> dict:
         found[name] = {"command": command, "output": output}
         if folder := re.search(r"--output-dir (runs/\S+)", command):
             result = json.loads((root / folder[1] / "result.json").read_text())
-            figures = FIGURES
-            if "pytorch_compile" in command:
-                figures += ("first_step_seconds",)  # what its page is about
-            found[name] = {"command": command, "result": {key: result[key] for key in figures}}
+            figures = [*FIGURES, *(key for word, key in MORE.items() if word in command)]
+            kept = {key: result[key] for key in figures}
+            if "--trace" in command:
+                kept["collectives"] = result["breakdown"]["collectives"]
+            found[name] = {"command": command, "result": kept}
     return found
