@@ -11,6 +11,7 @@ By the name of their block, of a row of techniques.py:
     million        peaks of a sequence of a million tokens, beside published ones: million.json
     tested-NAME    what the tests compare
     sync-GRPO      the weights that a generator gets
+    failures       how often jobs of so many GPUs fail, at the rate of a published run
 
 report/quoted.json has what others have published, for a page whose technique is not predicted.
 
@@ -88,7 +89,7 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
     size = 2 * LLAMA.whole
     times = ", ".join(time_of({"broadcast": size}, links, link) for link in LINKS)
     found["sync-GRPO"] = f"Llama-3-8B in bfloat16 is {size / 1e9:.1f} GB of weights: {times}."
-    found |= quotes() | saved() | {"million": million(results["course"])}
+    found |= quotes() | saved() | {"million": million(results["course"]), "failures": failures()}
     for path in sorted(ANSWERS.glob("*.md")):
         found |= answers(root, path, results)
     return found
@@ -244,9 +245,7 @@ def saved() -> dict[str, str]:
     line += f"{whole / 1e9:.0f} GB. One rank that writes {WRITTEN / 1e9:.0f} GB/s takes "
     line += f"{one:.0f} s, and has to gather them first; {GPUS} ranks that write their shards at "
     line += f"once take {all_of_them:.0f} s."
-    rows = []
-    for ranks in (1, GPUS, 64):
-        rows.append({"ranks": ranks, "each": whole / ranks, "whole": whole})
+    rows = [{"ranks": n, "each": whole / n, "whole": whole} for n in (1, GPUS, 64)]
     columns = {"ranks": "{ranks}", "a rank writes GB": "{each:.1f GB}"}
     columns |= {
         "--async-save: CPU memory of a rank, GB": "{each:.1f GB}",
@@ -254,6 +253,15 @@ def saved() -> dict[str, str]:
     }
     below = "Llama-3-8B: 12 bytes per parameter, by the formula in [techniques.py](techniques.py)"
     return {"problem-checkpoint": line, "worked-checkpoint": f"{draw(rows, columns)}\n\n{below}"}
+
+
+def failures() -> str:
+    """A table: what share of its time a job loses at the rate at which Llama 3's training failed.
+    It loses 20 minutes to start, and half of the hour between two snapshots."""
+    rate = 419 / (54 * 24 * 16_384)  # per hour and GPU
+    rows = [{"gpus": n, "every": 1 / n / rate, "lost": n * rate * 5 / 6} for n in (8, MANY, 16_384)]
+    columns = {"GPUs": "{gpus:,}", "hours between failures": "{every:,.0f}"}
+    return draw(rows, columns | {"time lost": "{lost:.2%}"})
 
 
 def million(course: dict) -> str:
