@@ -42,9 +42,8 @@ def list_behind(root: Path = ROOT) -> list[str]:
 def mark(page: Path, root: Path = ROOT) -> None:
     """Note at the end of a Chinese page that it translates the English one as that is now."""
     english = english_of(page)
-    line = (
-        f"<!-- translates {english.relative_to(root).as_posix()} {hash_of(english.read_text())} -->"
-    )
+    name = english.relative_to(root).as_posix()
+    line = f"<!-- translates {name} {hash_of(english.read_text())} -->"
     page.write_text(f"{MARK.sub('', page.read_text()).rstrip()}\n\n{line}\n")
 
 

@@ -182,13 +182,11 @@ def try_one(args, expected, output, fault):
 def run(args, output, fault):
     """Exit code, ``None`` if it did not end; and the events, with the step from the beginning."""
     script, _, flags = fault["script"].partition(" ")  # its flags come last, and so they count
-    process = start(
-        args.server,
+    command = (
         f"python measure/faults/agent.py --standalone --max-restarts 3 --nproc_per_node={RANKS} "
-        f"measure/faults/victim.py {script} {JOB} {flags}",
-        output,
-        fault,
+        f"measure/faults/victim.py {script} {JOB} {flags}"
     )
+    process = start(args.server, command, output, fault)
     try:
         code = process.wait(LIMIT)
     except subprocess.TimeoutExpired:

@@ -22,7 +22,7 @@ wait_for 1 port "$folder/store"
 port=$(sed 's/.*port \([0-9]*\).*/\1/' "$folder/store")
 for replica in 0 1 2; do
     torchrun --standalone --nproc_per_node=1 --max-restarts=9 pytorch_fault_tolerance.py \
-        --store "localhost:$port" --replicas 3 --patience 5 --batch-size 24 \
+        --store "localhost:$port" --replicas 3 --patience 3 --batch-size 24 \
         --model gpt-2x4x64 --context 128 --dataset synthetic --epochs 99 --device cpu \
         --output-dir "$folder/$replica" > "$folder/$replica.log" 2>&1 &
     victim=$! # the last one
