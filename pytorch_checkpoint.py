@@ -4,7 +4,7 @@ Differs     from pytorch_FSDP.py: DCP saves and resumes, not the harness. Lines 
 Command:    torchrun --nproc_per_node=4 pytorch_checkpoint.py --async-save
             torchrun --nproc_per_node=2 pytorch_checkpoint.py --async-save --resume auto
 Use it      in your own loop. Not where the harness's snapshots do: they also verify checksums.
-Holds       what pytorch_FSDP.py holds; while --async-save writes, also a copy of its shards.
+Holds       what pytorch_FSDP.py holds; with --async-save, also a copy of its shards, on the CPU.
 Sends       what pytorch_FSDP.py sends; a checkpoint sends buffers, and names and shapes of shards.
 """
 
