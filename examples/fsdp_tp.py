@@ -222,7 +222,8 @@ def main():
     world = dist.get_world_size()
     if world % TP:
         raise SystemExit(f"{world} ranks are not divisible by TP = {TP}")
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # 2 sums
+    # Without this, PyTorch warns that the gradient norm takes two all-reduces, one per dimension
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     mesh = init_device_mesh(device.type, (world // TP, TP), mesh_dim_names=("dp", "tp"))
     dp = mesh["dp"].get_local_rank()  # ranks with the same dp have the same samples
     dps = world // TP

@@ -114,7 +114,7 @@ def adapt(model):  # freezes it, and adds B @ A * ALPHA / RANK to layers; B is 0
             module.requires_grad_(True)
     for end in TARGETS:
         for layer in named(linear, end):
-            if hasattr(layer, "lora_A"):  # two ends name it
+            if hasattr(layer, "lora_A"):  # TARGETS names it twice
                 continue
             a = torch.empty(RANK, layer.in_features)
             layer.lora_A = nn.Parameter(a.uniform_(-1, 1) / layer.in_features**0.5)

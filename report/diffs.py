@@ -63,7 +63,8 @@ def without_docstring(text: str) -> list[str]:
 
 def without_imports(text: str) -> list[str]:
     imports = [n for n in ast.parse(text).body if isinstance(n, (ast.Import, ast.ImportFrom))]
-    return text.splitlines()[imports[-1].end_lineno :]
+    lines = text.splitlines()[imports[-1].end_lineno :]
+    return [line for line in lines if not line.startswith("OUT = ")]  # each has its own folder
 
 
 def training(text: str) -> list[str]:
@@ -105,9 +106,7 @@ def tagged_hunks(root: Path, row: Technique) -> list[str]:
     doc = (root / f"{row.script}.py").read_text().split('"""', 2)[1]
     tag = re.search(r'tagged\s+"(# [\w -]+:)"', doc)
     pair = pair_of(root, row)
-    lesson = pair._replace(
-        old_lines=without_options(pair.old_lines), new_lines=without_options(pair.new_lines)
-    )
+    lesson = Pair(pair.old, pair.new, *map(without_options, (pair.old_lines, pair.new_lines)))
     hunks = re.split(r"^(?=@@)", "\n".join(lesson.diff()), flags=re.MULTILINE)
     found = [hunk for hunk in hunks if tag and re.search(rf"^\+.*{tag[1]}", hunk, re.MULTILINE)]
     lines = "\n".join(hunk.strip("\n") for hunk in found).splitlines()
