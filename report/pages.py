@@ -42,6 +42,11 @@ RESULTS = (*SUITES, "front", "outputs", "collectives", "published", "one_gpu", "
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 IN_SHORT = re.compile(r"^<!-- in short, (\w+): (.*?) -->$", re.MULTILINE)  # of a script
 TO_FILES = re.compile(r"\]\((?=(?:results|docs|examples|website|estimator)/|\w+\.py\))")
+# Lines of a block in which phrases are translated.
+SENTENCE = re.compile(
+    r"\]\((results/|docs/|examples/|website/|https:|#|\w+\.py)"
+    r"|^not measured yet|/schematic-|^<summary>"
+)
 NAVIGATION = re.compile(r"(?<=# the course, by benchmark.py --render)\n.*?\n(?= *# end\n)", re.S)
 LAST = {MODEL: ["parallelism.md"], USE: ["multi_node.md", "inference.md"]}
 LAST |= {SHELF: ["techniques/fsdp1_to_fsdp2.md"]}  # pages of a part after those of its scripts
@@ -211,8 +216,11 @@ def next_blocks(root: Path) -> dict[str, str]:
 
 def link_to(root: Path, page: str) -> str:
     """A link to a page of docs/ with its title."""
-    title = re.search(r"^# (.*)", (root / "docs" / page).read_text(), re.MULTILINE)[1]
-    return f"[{title}](docs/{page})"
+    return f"[{title_of(root / 'docs' / page)}](docs/{page})"
+
+
+def title_of(page: Path) -> str:
+    return re.search(r"^# (.*)", page.read_text(), re.MULTILINE)[1]
 
 
 def parts_list(root: Path) -> str:
@@ -282,11 +290,14 @@ def fill(root: Path, path: Path, blocks: dict, found: set[str], chinese: bool) -
 
 def translate(root: Path, lines: str) -> str:
     """Translate a table to Chinese: headers, notes, and cells that are not names; links lead to
-    Chinese pages where there are some."""
+    Chinese pages where there are some, and a title is that of the Chinese page."""
 
     def link_to_chinese(match: re.Match) -> str:
-        page = chinese_of(Path(match[1]))
-        return f"]({page.as_posix()}" if (root / page).is_file() else match[0]
+        page = chinese_of(Path(match[2]))
+        if not (root / page).is_file():
+            return match[0]
+        is_title = match[1] == title_of(root / match[2])
+        return f"[{title_of(root / page) if is_title else match[1]}]({page.as_posix()}"
 
     lines = lines.splitlines()
     words = WORDS["cells"] | WORDS["titles"]
@@ -294,8 +305,8 @@ def translate(root: Path, lines: str) -> str:
         if line.startswith("| "):
             cells = [words.get(cell, cell) for cell in line[2:-2].split(" | ")]
             lines[i] = "| " + " | ".join(cells) + " |"
-        if re.search(r"\]\((results|docs|examples|website)/|^not measured yet|/schematic-", line):
+        if SENTENCE.search(line):
             for english, chinese in WORDS["phrases"].items():
                 lines[i] = lines[i].replace(english, chinese)
-            lines[i] = re.sub(r"\]\((docs/[\w/]+\.md)", link_to_chinese, lines[i])
+            lines[i] = re.sub(r"\[([^]]*)\]\((docs/[\w/]+\.md)", link_to_chinese, lines[i])
     return "\n".join(lines)
