@@ -42,11 +42,6 @@ RESULTS = (*SUITES, "front", "outputs", "collectives", "published", "one_gpu", "
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 IN_SHORT = re.compile(r"^<!-- in short, (\w+): (.*?) -->$", re.MULTILINE)  # of a script
 TO_FILES = re.compile(r"\]\((?=(?:results|docs|examples|website|estimator)/|\w+\.py\))")
-# Lines of a block in which phrases are translated.
-SENTENCE = re.compile(
-    r"\]\((results/|docs/|examples/|website/|https:|#|\w+\.py)"
-    r"|^not measured yet|/schematic-|^<summary>"
-)
 NAVIGATION = re.compile(r"(?<=# the course, by benchmark.py --render)\n.*?\n(?= *# end\n)", re.S)
 LAST = {MODEL: ["parallelism.md"], USE: ["multi_node.md", "inference.md"]}
 LAST |= {SHELF: ["techniques/fsdp1_to_fsdp2.md"]}  # pages of a part after those of its scripts
@@ -100,9 +95,8 @@ def list_pages(root: Path, chinese: bool) -> list[Path]:
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     pages = [path for path in pages if path.parent != root / "docs" / "reports"]
     pages = [path for path in pages if not path.name.endswith(".zh-CN.md")]
-    if not chinese:
-        return pages
-    return [path for path in map(chinese_of, pages) if path.is_file()]
+    translated = [path for path in map(chinese_of, pages) if path.is_file()]
+    return translated if chinese else pages
 
 
 def chinese_of(page: Path) -> Path:
@@ -296,8 +290,8 @@ def translate(root: Path, lines: str) -> str:
         page = chinese_of(Path(match[2]))
         if not (root / page).is_file():
             return match[0]
-        is_title = match[1] == title_of(root / match[2])
-        return f"[{title_of(root / page) if is_title else match[1]}]({page.as_posix()}"
+        titles = {title_of(root / match[2]): title_of(root / page)}
+        return f"[{titles.get(match[1], match[1])}]({page.as_posix()}"
 
     lines = lines.splitlines()
     words = WORDS["cells"] | WORDS["titles"]
@@ -305,7 +299,7 @@ def translate(root: Path, lines: str) -> str:
         if line.startswith("| "):
             cells = [words.get(cell, cell) for cell in line[2:-2].split(" | ")]
             lines[i] = "| " + " | ".join(cells) + " |"
-        if SENTENCE.search(line):
+        if re.search(r"\]\(|^not measured yet|^<summary>", line):
             for english, chinese in WORDS["phrases"].items():
                 lines[i] = lines[i].replace(english, chinese)
             lines[i] = re.sub(r"\[([^]]*)\]\((docs/[\w/]+\.md)", link_to_chinese, lines[i])

@@ -22,8 +22,7 @@ def outputs(root: Path, found: dict) -> dict[str, str]:
     for name, one in found["outputs"].items():
         if not name.startswith(SILENT):
             lines = one["output"]
-            begin = shown.get(name, "")
-            first = next(i for i, line in enumerate(lines) if line.startswith(begin))
+            first = [line.startswith(shown.get(name, "")) for line in lines].index(True)
             blocks[f"output-{name}"] = fenced("text", lines[first:])
     return blocks
 

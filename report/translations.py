@@ -51,9 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--mark", nargs="+", metavar="PAGE", help="English pages, as docs/course.md"
-    )
+    parser.add_argument("--mark", nargs="+", metavar="PAGE", help="English pages: docs/course.md")
     args = parser.parse_args()
     pages = {english_of(page): page for page in list_pages(ROOT, chinese=True)}
     for name in args.mark or []:
