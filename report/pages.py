@@ -42,6 +42,11 @@ RESULTS = (*SUITES, "front", "outputs", "collectives", "published", "one_gpu", "
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 IN_SHORT = re.compile(r"^<!-- in short, (\w+): (.*?) -->$", re.MULTILINE)  # of a script
 TO_FILES = re.compile(r"\]\((?=(?:results|docs|examples|website|estimator)/|\w+\.py\))")
+# Lines of a block in which phrases are translated.
+SENTENCE = re.compile(
+    r"\]\((results/|docs/|examples/|website/|https:|#|\w+\.py)"
+    r"|^not measured yet|/schematic-|^<summary>|: a rank sends "
+)
 NAVIGATION = re.compile(r"(?<=# the course, by benchmark.py --render)\n.*?\n(?= *# end\n)", re.S)
 LAST = {MODEL: ["parallelism.md"], USE: ["multi_node.md", "inference.md"]}
 LAST |= {SHELF: ["techniques/fsdp1_to_fsdp2.md"]}  # pages of a part after those of its scripts
@@ -284,7 +289,7 @@ def fill(root: Path, path: Path, blocks: dict, found: set[str], chinese: bool) -
 
 def translate(root: Path, lines: str) -> str:
     """Translate a table to Chinese: headers, notes, and cells that are not names; links lead to
-    Chinese pages where there are some, and a title is that of the Chinese page."""
+    Chinese pages and pictures where there are some; a title is that of the Chinese page."""
 
     def link_to_chinese(match: re.Match) -> str:
         page = chinese_of(Path(match[2]))
@@ -292,6 +297,10 @@ def translate(root: Path, lines: str) -> str:
             return match[0]
         titles = {title_of(root / match[2]): title_of(root / page)}
         return f"[{titles.get(match[1], match[1])}]({page.as_posix()}"
+
+    def picture(match: re.Match) -> str:
+        chinese = f"{match[1]}.zh-CN.svg"
+        return chinese if (root / "docs" / chinese).is_file() else match[0]
 
     lines = lines.splitlines()
     words = WORDS["cells"] | WORDS["titles"]
@@ -303,4 +312,5 @@ def translate(root: Path, lines: str) -> str:
             for english, chinese in WORDS["phrases"].items():
                 lines[i] = lines[i].replace(english, chinese)
             lines[i] = re.sub(r"\[([^]]*)\]\((docs/[\w/]+\.md)", link_to_chinese, lines[i])
+            lines[i] = re.sub(r"(images/[\w-]+)\.svg", picture, lines[i])
     return "\n".join(lines)
