@@ -16,8 +16,9 @@ By the name of their block, of a row of techniques.py:
 report/quoted.json has what others have published, for a page whose technique is not predicted.
 
 report/lessons.json says which rows of results/ a page shows. The texts of the answers are in
-report/answers/NAME.md, with figures as ``{RUN/output/0/peak:.1f GiB}``: a path into
-results/course.json, or into results/front.json if no run of the course has the name; as
+report/answers/NAME.md, the Chinese ones in NAME.zh-CN.md, with figures as
+``{RUN/output/0/peak:.1f GiB}``: a path into results/course.json, or into results/front.json if no
+run of the course has the name; as
 ``{H100/ROW/step_seconds:.2f}`` into a row of results/one_gpu.json; as
 ``{fit llama3-8b 8 H100/peak:.1f GiB}`` into website/data/fit.json.
 """
@@ -78,7 +79,7 @@ class Answer(Cell):
 
 
 def blocks(root: Path, results: dict) -> dict[str, str]:
-    """All of them, by name."""
+    """All of them but the answers, by name."""
     found = {f"tested-{row.name}": tested(row) for row in LESSONS if row.cases[0].ranks}
     links = load(root / "estimator" / "links.json")
     for name, shown in SHOWN.items():
@@ -90,8 +91,6 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
     times = ", ".join(time_of({"broadcast": size}, links, link) for link in LINKS)
     found["sync-GRPO"] = f"Llama-3-8B in bfloat16 is {size / 1e9:.1f} GB of weights: {times}."
     found |= quotes() | saved() | {"million": million(results["course"]), "failures": failures()}
-    for path in sorted(ANSWERS.glob("*.md")):
-        found |= answers(root, path, results)
     return found
 
 
@@ -305,6 +304,15 @@ def alone(shown: dict, results: dict) -> dict:
     return next(row for row in results["one_gpu"]["rows"] if row["name"] == shown["alone"])
 
 
+def all_answers(root: Path, results: dict, chinese: bool) -> dict[str, str]:
+    """The folded answers, in Chinese where they are translated."""
+    found = {}
+    for path in sorted(ANSWERS.glob("*.md")):  # a Chinese file comes after the English one
+        if chinese or ".zh-CN" not in path.suffixes:
+            found |= answers(root, path, results)
+    return found
+
+
 def answers(root: Path, path: Path, results: dict) -> dict[str, str]:
     """The folded answers of a page."""
     course = results["course"]
@@ -328,7 +336,7 @@ def answers(root: Path, path: Path, results: dict) -> dict[str, str]:
             below = footer(course, "course", course["hardware"]["cpu"], runs or [{}])
         if "{H100/" in text:
             below += on_gpu
-        found[f"answer-{path.stem}-{number}"] = FOLDED.format(filled + below)
+        found[f"answer-{path.name.split('.')[0]}-{number}"] = FOLDED.format(filled + below)
     return found
 
 

@@ -74,6 +74,8 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     changed = {root / "mkdocs.yml": fill_navigation(root)}
     for chinese in (False, True):
         texts = blocks | {"course": course_table(root, chinese)}
+        texts |= lessons.all_answers(root, results, chinese)
+        add_exercises(root, texts)
         texts["silent_examples"] = recorded.silent_table(root, results["outputs"], chinese)
         found = set()
         for path in list_pages(root, chinese):
@@ -109,7 +111,7 @@ def chinese_of(page: Path) -> Path:
 
 
 def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
-    """All tables, by the name of their block."""
+    """All tables, by the name of their block, without those that are made for each language."""
     blocks = {"collectives": suites.collectives_table(results["collectives"])}
     blocks |= {"matrix": matrix.matrix_block(), "ecosystem": ecosystem.ecosystem_table()}
     for name in SUITES:
@@ -120,7 +122,6 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     blocks |= predictions.blocks(root, results)
     blocks |= schematics(root) | diffs.blocks(root, OURS) | front.blocks(root, results)
     blocks |= lessons.blocks(root, results) | next_blocks(root) | {"parts": parts_list(root)}
-    add_exercises(root, blocks)
     return blocks
 
 
