@@ -122,6 +122,13 @@ def test_answers_quote_the_lines_that_they_mean():
         assert shown == known or len(FOUND[name]["output"]) <= 5, name
 
 
+def test_answers_have_the_same_figures_in_both_languages():
+    for path in lessons.ANSWERS.glob("*.zh-CN.md"):
+        english = path.with_name(path.name.replace(".zh-CN", ""))
+        found = [re.findall(r"\{.*?\}|^## .*", p.read_text(), re.M) for p in (english, path)]
+        assert sorted(found[0]) == sorted(found[1]), path.name
+
+
 def test_the_first_script_prints_what_its_page_says(tmp_path):
     """As pasted. The ranks print in any order, and one may do so before the other's newline."""
     [script] = re.findall(r"^```python\n(import os\n.*?)^```", START.read_text(), re.S | re.M)
