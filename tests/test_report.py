@@ -181,6 +181,16 @@ TILES |= {f"{letter}{i}": [of[i]] for letter, of in TILES.items() for i in range
 TILES |= {f"Σ{i}": [sum(TILES[letter][i] for letter in "abcd")] for i in range(4)}
 
 
+def test_a_chinese_page_has_the_chinese_pictures_that_exist(tmp_path):
+    """Pictures of a step have no Chinese words."""
+    page = tmp_path / "A.zh-CN.md"
+    page.write_text("<!-- a -->\n<!-- end -->")
+    blocks = {"a": "![A](../images/schematic-A.svg)\n![B](docs/images/step-B.svg)"}
+    text = pages.fill(tmp_path, page, blocks, set(), chinese=True)
+    assert "schematic-A.zh-CN.svg)" in text
+    assert "step-B.svg)" in text
+
+
 @pytest.mark.parametrize("file", ["collectives.svg", "collectives.zh-CN.svg"])
 def test_each_picture_is_what_the_collective_does(file):
     """As tests/test_collectives.py has found it to be. Tiles have centred labels."""
