@@ -42,11 +42,6 @@ RESULTS = (*SUITES, "front", "outputs", "collectives", "published", "one_gpu", "
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 IN_SHORT = re.compile(r"^<!-- in short, (\w+): (.*?) -->$", re.MULTILINE)  # of a script
 TO_FILES = re.compile(r"\]\((?=(?:results|docs|examples|website|estimator)/|\w+\.py\))")
-# Lines of a block in which phrases are translated.
-SENTENCE = re.compile(
-    r"\]\((results/|docs/|examples/|website/|https:|#|\w+\.py)"
-    r"|^not measured yet|/schematic-|^<summary>|: a rank sends "
-)
 NAVIGATION = re.compile(r"(?<=# the course, by benchmark.py --render)\n.*?\n(?= *# end\n)", re.S)
 LAST = {MODEL: ["parallelism.md"], USE: ["multi_node.md", "inference.md"]}
 LAST |= {SHELF: ["techniques/fsdp1_to_fsdp2.md"]}  # pages of a part after those of its scripts
