@@ -44,6 +44,9 @@ def test_moments_come_back_from_bytes_of_their_rows():
     largest = x.unflatten(1, (-1, 16)).abs().amax(2).repeat_interleave(16, 1)
     assert ((found - x).abs() <= x.abs() / 16 + largest / 448 / 2**9).all()
     assert torch.equal(torch.cat([pack(shard, 16, None) for shard in x.split(3)]), packed)
+    upwards = torch.full((1000, 32), 2**32 - 1)  # bits that round every number up
+    many = torch.randn(1000, 32, generator=torch.Generator().manual_seed(0))
+    assert unpack(pack(many, 16, upwards), many.shape, 16).isfinite().all()
     vector = x[1]
     assert torch.equal(unpack(pack(vector, 16, None), vector.shape, 16), vector)
 
