@@ -67,10 +67,6 @@ def machine_line(machine: dict, on_cpu: bool = True) -> str:
     return ", ".join(machine["gpus"] + machine.get("power_limits", []))
 
 
-def digits(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
-
-
 def size_name(size: float) -> str:
     """A size in KiB or MiB."""
     return f"{size / 2**20:.3g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"

@@ -13,14 +13,14 @@ By the name of their block, of a row of techniques.py:
     sync-GRPO      the weights that a generator gets
     failures       how often jobs of so many GPUs fail, at the rate of a published run
 
-report/quoted.json has what others have published, for a page whose technique is not predicted.
+The sentences are in report/sentences.json. report/quoted.json has what others have published, for
+a page whose technique is not predicted. report/lessons.json says which rows of results/ a page
+shows.
 
-report/lessons.json says which rows of results/ a page shows. The texts of the answers are in
-report/answers/NAME.md, the Chinese ones in NAME.zh-CN.md, with figures as
-``{RUN/output/0/peak:.1f GiB}``: a path into results/course.json, or into results/front.json if no
-run of the course has the name; as
-``{H100/ROW/step_seconds:.2f}`` into a row of results/one_gpu.json; as
-``{fit llama3-8b 8 H100/peak:.1f GiB}`` into website/data/fit.json.
+The texts of the answers are in report/answers/NAME.md, and in Chinese in NAME.zh-CN.md, with
+figures as ``{RUN/output/0/peak:.1f GiB}``: a path into results/course.json, or into
+results/front.json if no run of the course has the name; as ``{H100/ROW/step_seconds:.2f}`` into a
+row of results/one_gpu.json; as ``{fit llama3-8b 8 H100/peak:.1f GiB}`` into website/data/fit.json.
 """
 
 import re
@@ -33,6 +33,7 @@ from report.steps import SHOWN
 from techniques import LESSONS, Technique, technique
 from theory import Decoder, K, by_dimension, decoder
 
+SAID = load(Path(__file__).with_name("sentences.json"))
 ANSWERS = Path(__file__).with_name("answers")
 GPUS = 8
 PROOF = "[Equivalence tests](docs/proof.md)"
@@ -96,42 +97,33 @@ def blocks(root: Path, results: dict) -> dict[str, str]:
 
 def problem(shown: dict, results: dict, links: dict) -> str:
     """How much memory a GPU needs, and how much it has; or how long it computes or sends."""
-    why = shown.get("problem")
+    why = shown.get("problem", "peak")
     before = shown.get("before")  # the page whose technique leaves the problem
     page = f"docs/techniques/{before}.md" if before else ""
     if why == "sends":
         [line, *_] = communication(before, SHOWN[before], results, links).split("\n\n")
-        return f"With {before}, {line} ([Where the numbers are from]({page}#communication).)"
+        return SAID[why].format(before=before, line=line, page=page)
     if why == "time":
         each = alone(shown, results)["step_seconds"]
-        line = "An H100 computes a training step of Llama-3-8B with one sequence of "
-        line += f"{SIZES['context']:,} tokens in {each:.2f} s. A batch of {GPUS} such sequences "
-        line += f"would take {GPUS * each:.1f} s on one GPU."
-        return f"{line} ([Where they are from](#communication).)"
+        return SAID[why].format(context=SIZES["context"], each=each, gpus=GPUS, all=GPUS * each)
     if why == "batch":
-        least = MANY * SIZES["context"]
-        line = f"Llama-3-8B with FSDP on {MANY:,} GPUs: with one sequence of {SIZES['context']:,} "
-        line += f"tokens per GPU, a step takes at least {least / 1e6:.1f} million tokens. If "
-        return line + f"groups of {GPUS} GPUs share a sequence, {least / GPUS / 1e6:.1f} million."
+        least = MANY * SIZES["context"] / 1e6
+        sizes = {"many": MANY, "context": SIZES["context"], "gpus": GPUS}
+        return SAID[why].format(least=least, fewer=least / GPUS, **sizes)
     if why == "state":
         each = 8 + K["adamw"]
-        line = f"Llama-3-70B with AdamW: {each} bytes for each of {LLAMA_70B.whole / 1e9:.1f} "
-        line += f"billion parameters are {each * LLAMA_70B.whole / 1e9:,.0f} GB of parameters, "
-        line += f"gradients and optimizer state. The {GPUS} H100 of a machine have "
-        return line + f"{GPUS * MEMORY * 2**30 / 1e9:,.0f} GB together."
+        billions = LLAMA_70B.whole / 1e9
+        memory = GPUS * MEMORY * 2**30 / 1e9
+        sizes = {"each": each, "billions": billions, "size": each * billions}
+        return SAID[why].format(gpus=GPUS, memory=memory, **sizes)
     name = SHOWN[before]["front"] if before else shown.get("beside", shown["front"])
     found = results["front"]["outputs"][name]["output"][0]
-    line = setting(name, shown, found)
-    if why == "bytes":
-        times = [time_of({"all": found["sent"]}, links, link) for link in LINKS]
-        line += f" sends {found['sent'] / 1e9:.1f} GB per step: {', '.join(times)}"
-        return f"{line}. ([Where they are from](#communication).)"
-    kinds = found["kinds"]
-    state = sum(kinds[kind] for kind in ("parameters", "gradients", "optimizer"))
-    line += f" needs {found['peak'] / 2**30:.1f} GiB at the peak, of which "
-    line += f"{state / 2**30:.1f} are parameters, gradients and optimizer state, and "
-    line += f"{kinds['activations'] / 2**30:.1f} activations. An H100 has {MEMORY}."
-    return f"{line} ([Where the numbers are from]({page}#memory).)"
+    sizes = {kind: size / 2**30 for kind, size in found["kinds"].items()}
+    sizes["state"] = sum(sizes[kind] for kind in ("parameters", "gradients", "optimizer"))
+    sizes |= {"peak": found["peak"] / 2**30, "sent": found["sent"] / 1e9, "memory": MEMORY}
+    times = ", ".join(time_of({"all": found["sent"]}, links, link) for link in LINKS)
+    about = {"setting": setting(name, shown, found), "times": times, "page": page}
+    return SAID[why].format(**sizes, **about)
 
 
 def setting(name: str, shown: dict, found: dict) -> str:
@@ -228,9 +220,8 @@ def quotes() -> dict[str, str]:
     for name, quote in load(Path(__file__).with_name("quoted.json")).items():
         without, using = quote["rows"]
         faster = using["rate"] / without["rate"] - 1
-        line = f"{quote['setting']}: {without['rate']:,} tokens/s per GPU. With the technique of "
-        line += f"this page it is {faster:.0%} faster. ([Where the numbers are from](#memory).)"
-        found[f"problem-{name}"] = line
+        said = SAID["quoted"].format(setting=quote["setting"], rate=without["rate"], faster=faster)
+        found[f"problem-{name}"] = said
         below = f"{quote['setting']}: published by [{quote['who']}]({quote['source']})"
         found[f"worked-{name}"] = f"{draw(quote['rows'], columns)}\n\n{below}"
     return found
@@ -240,10 +231,8 @@ def saved() -> dict[str, str]:
     """The bytes of a checkpoint, and the time to write them at a rate that many disks have."""
     whole = LLAMA.whole * (4 + K["adamw"])
     one, all_of_them = (whole / WRITTEN / ranks for ranks in (1, GPUS))
-    line = "Llama-3-8B with AdamW in float32: parameters and moments are "
-    line += f"{whole / 1e9:.0f} GB. One rank that writes {WRITTEN / 1e9:.0f} GB/s takes "
-    line += f"{one:.0f} s, and has to gather them first; {GPUS} ranks that write their shards at "
-    line += f"once take {all_of_them:.0f} s."
+    sizes = {"whole": whole / 1e9, "rate": WRITTEN / 1e9, "ranks": GPUS}
+    line = SAID["saved"].format(one=one, all=all_of_them, **sizes)
     rows = [{"ranks": n, "each": whole / n, "whole": whole} for n in (1, GPUS, 64)]
     columns = {"ranks": "{ranks}", "a rank writes GB": "{each:.1f GB}"}
     columns |= {
