@@ -293,17 +293,9 @@ def alone(shown: dict, results: dict) -> dict:
     return next(row for row in results["one_gpu"]["rows"] if row["name"] == shown["alone"])
 
 
-def all_answers(root: Path, results: dict, chinese: bool) -> dict[str, str]:
-    """The folded answers, in Chinese where they are translated."""
-    found = {}
-    for path in sorted(ANSWERS.glob("*.md")):  # a Chinese file comes after the English one
-        if chinese or ".zh-CN" not in path.suffixes:
-            found |= answers(root, path, results)
-    return found
-
-
-def answers(root: Path, path: Path, results: dict) -> dict[str, str]:
-    """The folded answers of a page."""
+def answers(root: Path, results: dict, chinese: bool) -> dict[str, str]:
+    """The folded answers of all pages, by the name of their block; in Chinese where there is a
+    file report/answers/NAME.zh-CN.md."""
     course = results["course"]
     gpu = results["one_gpu"]
     measured = {row["name"]: row for row in gpu["rows"]}
@@ -314,18 +306,22 @@ def answers(root: Path, path: Path, results: dict) -> dict[str, str]:
     recommended = f"\n\n{origin(fit, 'predicted')}; `python website/make_data.py`; "
     recommended += "[website/data/fit.json](website/data/fit.json)"
     found = {}
-    for number, text in NUMBERED.findall(path.read_text()):
-        try:
-            filled = figures.vformat(text, (), {})
-        except (KeyError, IndexError) as error:
-            raise Unusable(f"{path}, answer {number}: no result has {error}") from None
-        runs = [course["outputs"].get(name, {}) for name in sorted({*RUN.findall(text)})]
-        below = recommended
-        if "{fit " not in text:
-            below = footer(course, "course", course["hardware"]["cpu"], runs or [{}])
-        if "{H100/" in text:
-            below += on_gpu
-        found[f"answer-{path.name.split('.')[0]}-{number}"] = FOLDED.format(filled + below)
+    for path in sorted(ANSWERS.glob("*.md")):  # CP.md before CP.zh-CN.md
+        name, _, language = path.stem.partition(".")
+        if language and not chinese:
+            continue
+        for number, text in NUMBERED.findall(path.read_text()):
+            try:
+                filled = figures.vformat(text, (), {})
+            except (KeyError, IndexError) as error:
+                raise Unusable(f"{path}, answer {number}: no result has {error}") from None
+            runs = [course["outputs"].get(run, {}) for run in sorted({*RUN.findall(text)})]
+            below = recommended
+            if "{fit " not in text:
+                below = footer(course, "course", course["hardware"]["cpu"], runs or [{}])
+            if "{H100/" in text:
+                below += on_gpu
+            found[f"answer-{name}-{number}"] = FOLDED.format(filled + below)
     return found
 
 

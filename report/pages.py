@@ -41,6 +41,10 @@ SUITES = ("gpt", "shakespeare", "peers", "gpu")  # with tables of their own
 RESULTS = (*SUITES, "front", "outputs", "collectives", "published", "one_gpu", "course")
 BLOCK = re.compile(r"<!-- (?!end )([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 IN_SHORT = re.compile(r"^<!-- in short, (\w+): (.*?) -->$", re.MULTILINE)  # of a script
+FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+TITLE = re.compile(r"^# (.*)", re.MULTILINE)
+CELL = re.compile(r"(?<=\| ).*?(?= \|)")
+PAGE_OR_PICTURE = re.compile(r"\[([^]]*)\]\(([\w./-]+\.(?:md|svg))")
 TO_FILES = re.compile(r"\]\((?=(?:results|docs|examples|website|estimator)/|\w+\.py\))")
 NAVIGATION = re.compile(r"(?<=# the course, by benchmark.py --render)\n.*?\n(?= *# end\n)", re.S)
 LAST = {MODEL: ["parallelism.md"], USE: ["multi_node.md", "inference.md"]}
@@ -48,6 +52,11 @@ LAST |= {SHELF: ["techniques/fsdp1_to_fsdp2.md"]}  # pages of a part after those
 # The question that each part answers; and the script whose page asks to write an exercise.
 COURSE = json.loads(Path(__file__).with_name("course.json").read_text())
 HOURS = 0.5  # to read a page, to predict and to run
+# Phrases of chinese.json, as patterns: {gpus} stands for one word, the same in both languages.
+PHRASES = []
+for english, chinese in (WORDS["sentences"] | WORDS["phrases"]).items():
+    pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\S+?)", re.escape(english))
+    PHRASES.append((re.compile(pattern), re.sub(r"\{(\w+)\}", r"\\g<\1>", chinese)))
 # Blocks that may be on no English page: code of scripts, and what Chinese pages have until they
 # follow the English ones.
 OPTIONAL = ("diff-", "script-", "tested-", "next-")
@@ -69,7 +78,7 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     changed = {root / "mkdocs.yml": fill_navigation(root)}
     for chinese in (False, True):
         texts = blocks | {"course": course_table(root, chinese)}
-        texts |= lessons.all_answers(root, results, chinese)
+        texts |= lessons.answers(root, results, chinese)
         add_exercises(root, texts)
         texts["silent_examples"] = recorded.silent_table(root, results["outputs"], chinese)
         found = set()
@@ -102,7 +111,8 @@ def list_pages(root: Path, chinese: bool) -> list[Path]:
 
 
 def chinese_of(page: Path) -> Path:
-    return page.with_suffix(".zh-CN.md")
+    """Of a page, or of a picture."""
+    return page.with_suffix(f".zh-CN{page.suffix}")
 
 
 def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
@@ -211,11 +221,7 @@ def next_blocks(root: Path) -> dict[str, str]:
 
 def link_to(root: Path, page: str) -> str:
     """A link to a page of docs/ with its title."""
-    return f"[{title_of(root / 'docs' / page)}](docs/{page})"
-
-
-def title_of(page: Path) -> str:
-    return re.search(r"^# (.*)", page.read_text(), re.MULTILINE)[1]
+    return f"[{TITLE.search((root / 'docs' / page).read_text())[1]}](docs/{page})"
 
 
 def parts_list(root: Path) -> str:
@@ -272,8 +278,8 @@ def fill(root: Path, path: Path, blocks: dict, found: set[str], chinese: bool) -
         if name not in blocks or name in found or "<!-- " in match[2]:
             raise Unusable(f"{path}: <!-- {name} --> is no table, has no end, or stands twice")
         found.add(name)
-        lines = translate(root, blocks[name]) if chinese else blocks[name]
-        lines = TO_FILES.sub(f"]({up}", lines)
+        lines = TO_FILES.sub(f"]({up}", blocks[name])
+        lines = translate(path.parent, lines) if chinese else lines
         inside = f"\n{lines}\n\n" if lines else ""
         return f"<!-- {name} -->\n{inside}<!-- end -->"
 
@@ -283,30 +289,26 @@ def fill(root: Path, path: Path, blocks: dict, found: set[str], chinese: bool) -
     return text
 
 
-def translate(root: Path, lines: str) -> str:
-    """Translate a table to Chinese: headers, notes, and cells that are not names; links lead to
-    Chinese pages and pictures where there are some; a title is that of the Chinese page."""
+def translate(folder: Path, text: str) -> str:
+    """Translate a block of a page in ``folder`` to Chinese, but for its code: cells, and phrases in
+    everything else. Links lead to the Chinese page or picture where there is one, and if they have
+    the title of the English page, they get that of the Chinese one."""
 
-    def link_to_chinese(match: re.Match) -> str:
-        page = chinese_of(Path(match[2]))
-        if not (root / page).is_file():
+    def link(match: re.Match) -> str:
+        label = match[1]
+        page = folder / match[2]
+        chinese = chinese_of(page)
+        if not chinese.is_file():
             return match[0]
-        titles = {title_of(root / match[2]): title_of(root / page)}
-        return f"[{titles.get(match[1], match[1])}]({page.as_posix()}"
+        if page.suffix == ".md" and label == TITLE.search(page.read_text())[1]:
+            label = TITLE.search(chinese.read_text())[1]
+        return f"[{label}]({chinese_of(Path(match[2]))}"
 
-    def picture(match: re.Match) -> str:
-        chinese = f"{match[1]}.zh-CN.svg"
-        return chinese if (root / "docs" / chinese).is_file() else match[0]
-
-    lines = lines.splitlines()
     words = WORDS["cells"] | WORDS["titles"]
-    for i, line in enumerate(lines):
-        if line.startswith("| "):
-            cells = [words.get(cell, cell) for cell in line[2:-2].split(" | ")]
-            lines[i] = "| " + " | ".join(cells) + " |"
-        if re.search(r"\]\(|^not measured yet|^<summary>", line):
-            for english, chinese in WORDS["phrases"].items():
-                lines[i] = lines[i].replace(english, chinese)
-            lines[i] = re.sub(r"\[([^]]*)\]\((docs/[\w/]+\.md)", link_to_chinese, lines[i])
-            lines[i] = re.sub(r"(images/[\w-]+)\.svg", picture, lines[i])
-    return "\n".join(lines)
+    parts = FENCED.split(text)
+    for i in range(0, len(parts), 2):
+        part = CELL.sub(lambda cell: words.get(cell[0], cell[0]), parts[i])
+        for english, chinese in PHRASES:
+            part = english.sub(chinese, part)
+        parts[i] = PAGE_OR_PICTURE.sub(link, part)
+    return "".join(parts)

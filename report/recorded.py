@@ -22,7 +22,8 @@ def outputs(root: Path, found: dict) -> dict[str, str]:
     for name, one in found["outputs"].items():
         if not name.startswith(SILENT):
             lines = one["output"]
-            first = [line.startswith(shown.get(name, "")) for line in lines].index(True)
+            begin = shown.get(name, "")
+            first = next(i for i, line in enumerate(lines) if line.startswith(begin))
             blocks[f"output-{name}"] = fenced("text", lines[first:])
     return blocks
 

@@ -4,7 +4,8 @@
     python -m report.translations --mark docs/course.md
 
 The first prints the pages whose English text has changed since, and exits with code 1 if there are
-any. The second, after translating, notes that a page follows. What --render writes does not count.
+any. The second, after translating, notes that a page follows. What --render writes does not count:
+report/chinese.json translates its cells and phrases, report/answers/NAME.zh-CN.md has the answers.
 """
 
 import argparse

@@ -183,8 +183,11 @@ TILES |= {f"Σ{i}": [sum(TILES[letter][i] for letter in "abcd")] for i in range(
 
 def test_a_chinese_page_has_the_chinese_pictures_that_exist(tmp_path):
     """Pictures of a step have no Chinese words."""
-    page = tmp_path / "A.zh-CN.md"
-    page.write_text("<!-- a -->\n<!-- end -->")
+    page = tmp_path / "docs/techniques/A.zh-CN.md"
+    picture = tmp_path / "docs/images/schematic-A.zh-CN.svg"
+    for path in (page, picture):
+        path.parent.mkdir(parents=True)
+        path.write_text("<!-- a -->\n<!-- end -->")
     blocks = {"a": "![A](../images/schematic-A.svg)\n![B](docs/images/step-B.svg)"}
     text = pages.fill(tmp_path, page, blocks, set(), chinese=True)
     assert "schematic-A.zh-CN.svg)" in text
