@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import common
 from harness import cli, clock
 from report import translations
-from report.pages import chinese_of, list_pages
+from report.pages import BLOCK, chinese_of, list_pages
 from techniques import LESSONS as ROWS
 from techniques import TECHNIQUES, technique
 
@@ -267,6 +267,22 @@ def test_both_languages_have_the_same_blocks_and_figures(chinese):
     rows = (" ".join(re.findall(r"^\|.*\|$", text, re.MULTILINE)) for text in (ours, theirs))
     found, expected = (re.findall(r"\d+(?:[.,]\d+)*(?: %|e-\d+)?", row) for row in rows)
     assert found == expected
+
+
+# Code, the runs of other projects, and where links lead.
+NO_PROSE = re.compile(r"`[^`]*`|\[[^]]*\]\(https:[^)]*\)|\]\([^)]*\)")
+ENGLISH_WORDS = re.compile(r"[A-Za-z'’-]+(?:[,:;.]? [a-z'’-]+){2,}")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("chinese", CHINESE, ids=name_of)
+def test_what_programs_write_on_a_chinese_page_is_chinese(chinese):
+    """No three English words follow each other, as in a sentence that was changed or is new."""
+    left = []
+    for name, block in BLOCK.findall(chinese.read_text()):
+        prose = NO_PROSE.sub("|", FENCED.sub("", block))
+        left += [f"{name}: {words}" for words in ENGLISH_WORDS.findall(prose)]
+    assert not left, f"for report/chinese.json, or report/answers/NAME.zh-CN.md: {left}"
 
 
 @pytest.mark.parametrize("page", ENGLISH + CHINESE, ids=name_of)
