@@ -142,12 +142,12 @@ def test_the_first_script_prints_what_its_page_says(tmp_path):
 
 
 def test_the_calls_of_a_script_are_explained():
-    """All that the first one makes, in the order of their lines."""
+    """All that the first one makes, in the order of their lines; then those of later ones."""
     call = r"\b((?:common|run)\.\w+)"
     [table] = re.findall(r"^\| call \|.*\n((?:\|.*\n)+)", START.read_text(), re.MULTILINE)
     source = (ROOT / "pytorch_SingleGPU.py").read_text()
     called = dict.fromkeys(re.findall(rf"{call}\(", source))
-    assert re.findall(rf"`{call}`", table) == list(called)
+    assert re.findall(rf"`{call}`", table)[: len(called)] == list(called)
 
 
 def test_the_two_halves_of_an_all_reduce_are_drawn():
