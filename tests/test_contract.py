@@ -202,8 +202,8 @@ def is_usual(one):
         return False
     if one.model == "images":  # SGD in 16 bits did not learn
         return is_first(one) and "images" in one.technique.traits
-    if one.model == "tied":
-        return "splits" in one.case.traits
+    if "splits" in one.case.traits:
+        return one.model == "tied"
     if "branch" in one.case.traits:
         return one.model == ("llama" if "llama" in one.case.traits else "gpt")
     if "scaled" in one.case.traits and "one_process" in one.technique.traits:
