@@ -54,7 +54,7 @@ GRADIENT = 8 * (2 * 64 * 64 + 4 * 64 * 65)  # bytes, in float64
 UNITS = 5  # four blocks, and the root
 
 
-@cases("way", WAYS, lambda way: way == "hsdp")
+@cases("way", WAYS, lambda way: way == "fsdp")
 def test_ways_to_accumulate(way, plain, tmp_path):  # noqa: F811
     edits, kept, scattered, reduced = WAYS[way]
     _, folder = plain()

@@ -152,6 +152,7 @@ def test_a_stall_now_and_then(run_slowly):
     assert reached == pytest.approx(16e3 / took["mean"], abs=1) and reached < 0.9 * median
 
 
+@pytest.mark.full
 def test_a_rank_that_is_blocked_in_forward(run_slowly):
     """Where DDP sends nothing: so it is no message that it waits for."""
     free, blocked = run_slowly("blocked")["ranks"]
@@ -178,6 +179,7 @@ def test_a_rank_that_shares_its_core(run_slowly):
         assert found["straggler"]["rank"] == 1
 
 
+@pytest.mark.full
 def test_tiny_buckets(run_slowly):
     tiny, usual = (run_slowly(way, "--trace 1")["collectives"] for way in ("buckets", ""))
     assert usual["all_reduce"]["per_step"] <= 3 and tiny["all_reduce"]["per_step"] >= 8

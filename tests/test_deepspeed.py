@@ -15,7 +15,7 @@ SMALL = "--model small_resnet --norm group"
 HOOKS = "sent"
 # AdamW at a lower rate: its first step is as long as the rate, however small the gradient.
 TWO_STEPS = {"sgd": "--lr 0.01", "adamw": "--optimizer adamw --lr 0.0001"}
-TWO_STEPS = {name: f"--norm group --max-steps 2 {flags}" for name, flags in TWO_STEPS.items()}
+TWO_STEPS = {name: f"{SMALL} --max-steps 2 {flags}" for name, flags in TWO_STEPS.items()}
 RUNS = [
     (config, n, optimizer)
     for config in ("zero_stage0", "zero_stage1", "zero_stage2", "zero_stage3")

@@ -185,7 +185,7 @@ def test_what_a_table_says():
     """Sizes that nobody gave, and what is spared; no column of zeros; a batch that four GPUs cannot
     divide, but one need not."""
     flags = "--model resnet18 -b 10 --gpus 4 --only SingleGPU,auto_mixed_precision --memory H100"
-    first, _, how, _, heads, *rows, _, fits = succeed(f"python estimate.py {flags}").lines
+    first, _, how, _, heads, *rows, _, fits = estimate(flags).stdout.splitlines()
     assert first == "resnet18, images of 32x32, global batch 10:" and how.startswith("sgd, in fl")
     assert heads.split() == "GPUs peak weights grads optim activ input temp fits".split()
     assert len(rows) == 2 and re.search(r"  1 +0\.\d\d +\d+M .* yes$", rows[0])

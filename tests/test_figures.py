@@ -29,7 +29,8 @@ def test_predicted_peaks_of_the_readme(name):
         assert found[figure] == pytest.approx(committed[figure], rel=0.01), again
 
 
-@cases("name", PEAKS, PEAKS[:1].__contains__)
+@pytest.mark.full  # as those of the README, of larger models
+@pytest.mark.parametrize("name", PEAKS)
 def test_predicted_peaks_beside_published_ones(name):
     command = ["python", "measure/estimates/language_models.py", name]
     printed = succeed(command, forked=True, timeout=900, PYTHONPATH=str(ROOT)).stdout

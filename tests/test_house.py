@@ -192,12 +192,12 @@ from pathlib import Path
 def show():
     files = [Path(module.__file__ or "") for module in list(sys.modules.values())
              if hasattr(module, "__file__")]
-    print(*(file.relative_to(Path.cwd()) for file in files if file.is_relative_to(Path.cwd())))
+    print(*(file.relative_to(ROOT) for file in files if file.is_relative_to(ROOT)))
 
 atexit.register(show)
-sys.argv = sys.argv[1:]
-sys.path.insert(0, "")
-runpy.run_path(sys.argv[0], run_name="__main__")
+ROOT, *sys.argv = sys.argv[1:]
+sys.path.insert(0, ROOT)
+runpy.run_path(f"{ROOT}/{sys.argv[0]}", run_name="__main__")
 """
 DDP = "pytorch_torchrun_DDP.py --dataset synthetic --device cpu --max-steps 1 --batch-size 4"
 DDP += " --train-samples 8 --eval-samples 4"
@@ -213,8 +213,9 @@ def test_a_run_imports_the_files_of_its_task(flags, tmp_path):
     """Whoever reads a run down to the last line reads these files."""
     most, without = TASKS[flags]
     (tmp_path / "show.py").write_text(IMPORTED)
-    command = f"python {tmp_path}/show.py {DDP} {flags} --output-dir {tmp_path}/run"
-    found = succeed(command).stdout.splitlines()[-1].split()
+    command = f"python {tmp_path}/show.py {ROOT} {DDP} {flags} --output-dir {tmp_path}/run"
+    finished = succeed(command, cwd=tmp_path, forked=True)  # elsewhere it has none of our files
+    found = finished.lines[-1].split()
     assert "harness/run.py" in found and len(found) <= most, found
     for name in (OTHERS + without).split():
         assert not any(file.startswith(name) for file in found), name

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import small_resnet  # noqa: F401  a model to choose
 import torch
-from conftest import ROOT, Finished, environment, refused, same_bits, snapshots, succeed
+from conftest import ROOT, Finished, environment, hooked, refused, same_bits, snapshots, succeed
 from PIL import Image
 from test_mistakes import OF_IMAGES
 
@@ -29,6 +30,7 @@ from inference.runtimes import TorchRunner
 from inference.trained import Trained
 
 JOB = "--dataset synthetic --train-samples 768 --eval-samples 500 -b 32 --epochs 2 --lr 0.02"
+JOB += " --model small_resnet"
 PAGE = (ROOT / "docs/inference.md").read_text()
 COMMANDS = PAGE.partition("```bash\n")[2].partition("```")[0].splitlines()
 IN_STOCK_ORT = """
@@ -73,7 +75,7 @@ def trained(tmp_path_factory):
     commands expect it."""
     weights = Path(shlex.split(COMMANDS[0])[3])
     folder = tmp_path_factory.mktemp("checkout") / weights.parent
-    succeed(f"python pytorch_SingleGPU.py {JOB} --output-dir {folder}", forked=True)
+    succeed(hooked("pytorch_SingleGPU", 1, f"{JOB} --output-dir {folder}"), forked=True)
     assert json.loads((folder / "result.json").read_text())["eval_accuracy"][-1] > 0.8
     return folder
 
@@ -125,7 +127,7 @@ def test_the_folder_of_a_run_and_its_snapshot(typed, trained, tmp_path):
     for weights in (trained, snapshots(trained)[0]):
         assert infer(f"--weights {weights} --input test").stdout == typed[0].stdout
     finished = infer(f"--weights {snapshots(trained)[0]} --export {tmp_path}/model.pt")
-    assert finished.stdout == f"{tmp_path}/model.pt: the weights of resnet18\n"
+    assert finished.stdout == f"{tmp_path}/model.pt: the weights of small_resnet\n"
     assert same_bits(*(torch.load(f / "model.pt", weights_only=True) for f in (tmp_path, trained)))
 
 
@@ -203,7 +205,7 @@ def test_stock_onnxruntime_opens_the_file(trained, exported, tmp_path):
     np.save(tmp_path / "images.npy", images.numpy())
     command = [sys.executable, "-c", IN_STOCK_ORT, "only.onnx", "images.npy"]
     printed = subprocess.check_output(command, text=True, cwd=tmp_path, env=environment())
-    args = Trained(weights=trained / "model.pt", model="resnet18", norm="batch", image_size=32)
+    args = Trained(weights=trained / "model.pt", model="small_resnet", norm="batch", image_size=32)
     args = replace(args, classes=[f"class {i}" for i in range(10)])
     runner = TorchRunner(load_model(args), "cpu")
     assert json.loads(printed) == [args.classes[i] for i in runner(images).argmax(1)]

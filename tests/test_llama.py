@@ -188,7 +188,7 @@ WRITTEN = ["llama", "llama --tie", "mistral", "qwen2 --tie", "qwen3"]
 WRITTEN += ["qwen3moe --experts 4 --top-k 3", "mixtral --experts 3"]
 
 
-@pytest.mark.parametrize("family", WRITTEN)
+@cases("family", WRITTEN, lambda f: f.startswith(("llama --tie", "qwen3moe")))
 def test_transformers_reads_what_we_write(family, tmp_path, our_logits, in_float64):
     """All of it and nothing else, and generates the same text."""
     family, _, more = family.partition(" ")
@@ -206,7 +206,7 @@ def test_transformers_reads_what_we_write(family, tmp_path, our_logits, in_float
 
 
 SGD = "--optimizer sgd --lr 0.1 --clip-grad 0.5"  # AdamW forgives gradients of another scale
-FSDP = ("pytorch_FSDP", 3)
+FSDP = ("pytorch_FSDP", 2)
 EP = ("pytorch_EP --ep 2", 4)
 TP = ("pytorch_FSDP_TP --sequence-parallel", 4)
 PP = ("pytorch_PP", 2)
@@ -215,7 +215,7 @@ WAYS += [(f"pytorch_ND_parallel {mesh}", 4) for mesh in ("--tp 2 --pp 2", "--cp 
 RUNS = [*product(hub.KINDS, WAYS), ("llama", ("pytorch_HSDP", 2))]
 ON_EP = [EP, ("pytorch_EP", 2), ("pytorch_ND_parallel --tp 2 --ep 2 --dp-shard 2", 4)]
 RUNS += product(hub.MIXTURES, ON_EP)
-USUAL = [("llama", FSDP), ("llama", PP), ("qwen3_moe", TP), ("mixtral", EP)]
+USUAL = [("llama", FSDP), ("llama", PP), ("qwen3_moe", TP)]
 SHARDED, USUAL = ([(kind, *run) for kind, run in rows] for rows in (RUNS, USUAL))
 
 

@@ -45,7 +45,7 @@ def test_silent_mistakes(mistake, script, n, flags, at_least, train, tmp_path):
 MASKS = [tuple(row) for row in TABLES["dropout_masks"]]  # which ranks draw alike
 
 
-@cases("script, alike, other", MASKS, lambda *row: row in MASKS[:2])
+@cases("script, alike, other", MASKS, lambda *row: row == MASKS[1])
 def test_which_ranks_drop_the_same(script, alike, other, tmp_path):
     """Those that compute the same numbers have to; of all others no two masks are equal."""
     n = len(set().union(*alike))
@@ -99,12 +99,13 @@ def test_dropout_of_tensor_parallel_ranks_is_that_of_the_single_process(train):
 
 
 EXAMPLES = sorted(recorded.WORDS)
+SEEN = "clip_shards", "ema", "expert_gradients"  # usually: an edit of one breaks no other
 LINE = re.compile(r"^(right|wrong) ?(.*): (.+) off by (\S+)$", re.MULTILINE)
 # Drawn noise, and a mean of variances, which lacks that of the means. Others: rounding.
 INEXACT = {"same_dropout": 0.05, "batchnorm_statistics": 1e-3}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@cases("name", EXAMPLES, SEEN.__contains__)
 def test_right_and_wrong(name):
     """As results/outputs.json has it, but for figures."""
     printed = succeed(f"python examples/silent/{name}.py", forked=True).stdout
