@@ -55,6 +55,9 @@ LIBRARIES = {  # what a server imports for scripts with such a name
     "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
     "(accelerate|lightning|transformers)_": ("accelerate", "lightning", "transformers.trainer"),
 }
+OF_A_LIBRARY = (
+    "(?i)deepspeed|accelerate|test_(ecosystem|examples|accumulation|vision)|only_a_config"
+)
 LONG = ("test_faults", "test_docs", "test_multi_node", "test_benchmark")  # come first
 
 servers = {}  # by what they have imported besides PyTorch
@@ -226,8 +229,7 @@ def place_of(item):
     """
     if item.path.stem in LONG:
         return 0
-    of_a_library = re.search("(?i)deepspeed|accelerate|test_ecosystem|test_examples", item.nodeid)
-    return 1 if of_a_library else 2
+    return 1 if re.search(OF_A_LIBRARY, item.nodeid) else 2
 
 
 def pytest_collection_modifyitems(items):

@@ -590,8 +590,9 @@ def is_resumed(one):
     if "--dtype float16" in one.script:  # with a scaler
         return True
     ended = any(case.traits & set(WAYS) for case in one.technique.cases)
+    scaled = any("scaled" in case.traits for case in one.technique.cases)
     alike = one.technique.traits & {"saved_alike", "resumed_alike"}
-    return is_first(one) and not ended and not alike
+    return is_first(one) and not (ended or scaled or alike)
 
 
 @pytest.mark.parametrize("one", tries(is_resumed))

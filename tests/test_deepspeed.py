@@ -45,6 +45,7 @@ def test_two_steps_in_fp32(config, n, optimizer, train):
         assert sum(sent.values()) == pytest.approx(sum(theory.values()), rel=0.05)
 
 
+@pytest.mark.full
 def test_padding_is_not_taken_for_nan(train):
     """Three ranks pad their shards. Memory that nobody initializes is NaN with --deterministic."""
     train(script("zero_stage3"), 3, f"{SMALL} --max-steps 2 --deterministic")

@@ -91,6 +91,7 @@ def test_deepspeed_leaves_a_step_out_by_itself(script, tmp_path):
 
 OUT = "the model's output is NaN or Inf"
 IN_FLOAT16 = "pytorch_auto_mixed_precision --dtype float16"
+TINY = "--image-size 8"  # a CPU takes long for convolutions in float16
 SPOILT = "--on-nan stop --lr 1e38 --warmup-steps 0 --norm group --model shufflenet_v2_x0_5"
 ENDS = "--norm group --max-steps 8 --epochs 2 --print-freq 6 --train-samples 96"
 FOUND = [  # script, ranks, poison, flags, and what the line of the end says
@@ -139,7 +140,7 @@ ENDLESS += [("pytorch_DDP_AMP --dtype float16", 2, "--on-nan stop")]
 @cases("script, ranks, flags", ENDLESS, lambda *row: row == ENDLESS[0])
 def test_a_run_that_leaves_out_every_step_ends(script, ranks, flags, tmp_path):
     """A scale that halves for ever, or DeepSpeed's silence: not a run that learned nothing."""
-    flags += " --epochs 4 --train-samples 96 --batch-size 8"
+    flags += f" {TINY} --epochs 4 --train-samples 96 --batch-size 8"
     finished = run(script, ranks, "gradient,2,1000,0", flags, tmp_path)
     assert finished.code == 3, str(finished)
     [line] = finished.errors
@@ -150,8 +151,7 @@ def test_a_run_that_leaves_out_every_step_ends(script, ranks, flags, tmp_path):
 
 def test_a_scaler_may_leave_out_a_step(tmp_path):
     """One overflow is what the scale is for, also where each step is looked at."""
-    flags = "--on-nan stop --max-steps 6"  # of convolutions that are slow on a CPU
-    run(IN_FLOAT16, 1, "gradient,4,4,0", flags, tmp_path, succeed)
+    run(IN_FLOAT16, 1, "gradient,4,4,0", f"{TINY} --on-nan stop", tmp_path, succeed)
     assert all_finite(tmp_path)
     assert 0 < state(tmp_path)["scaler"]["scale"] < 2**16
 

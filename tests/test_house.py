@@ -1,6 +1,7 @@
 """House rules: which rooms may import which, how large and how dense they may be."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -65,20 +66,25 @@ DENSE = dict.fromkeys((*ROOMS, "examples", "lessons", "tests"), 0.6)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
 def lines_of(path):
     return len(path.read_text().splitlines())
 
 
+@functools.cache
 def lines_of_code(path):
     """Without docstrings, comments and blank lines: explaining a line costs nothing."""
-    text = path.read_text()
     docstrings = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
         if documented and ast.get_docstring(node):
             docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     code = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.string.strip() and token.type != tokenize.COMMENT:
             code |= set(range(token.start[0], token.end[0] + 1))
     return len(code - docstrings)
@@ -123,7 +129,7 @@ def is_condition(node):
 def imported(path):
     """Rooms and files of ours that a file imports, anywhere in it; without circles of its room."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -142,7 +148,7 @@ def test_no_circle_in_a_room():
     for room in ROOMS:
         knows = TopologicalSorter()
         for path in (ROOT / room).glob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(tree_of(path)):
                 if isinstance(node, ast.ImportFrom) and node.module.startswith(room):
                     _, _, module = node.module.partition(".")
                     names = [module] if module else [alias.name for alias in node.names]
@@ -153,7 +159,7 @@ def test_no_circle_in_a_room():
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_a_file_has_one_concern(path):
     """Its first line says which. When it outgrows this, ask which second one has moved in."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     assert ast.get_docstring(tree) and lines_of_code(path) <= 370
     for node in ast.walk(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name != "main":
@@ -178,7 +184,7 @@ def test_a_line_says_one_thing(room):
     paths = lessons if room == "lessons" else [*(ROOT / room).rglob("*.py")]
     found = []
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if says_more_than_one_thing(node):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     most = DENSE[room] / 100 * sum(map(lines_of, paths))
@@ -227,7 +233,7 @@ CASTS = {("pytorch_half_precision.py", "model.to(dtype)")}  # 16 bits for all ar
 
 def casts_of_modules(path):
     """Casts of a whole module, buffers included. To fp32 nothing is rounded."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             module = ROUNDED.fullmatch(ast.unparse(node.func.value).rpartition(".")[2])
             to = ast.unparse(node).rpartition(".to(")[2]
@@ -296,7 +302,7 @@ def test_mistakes_that_are_made_once(lines):
     found = []
     assert any(map(finds, ast.walk(ast.parse(lines))))
     for path in [*FILES, *(ROOT / "examples").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if finds(node):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not found

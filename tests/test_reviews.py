@@ -58,7 +58,7 @@ def test_what_is_saved_is_all_that_is_needed(trained, review_folder, monkeypatch
     assert sum(losses) / len(losses) == pytest.approx(result["eval_loss"][-1], rel=1e-3)
 
 
-@cases("script, ranks", [("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)], lambda s, n: n == 2)
+@cases("script, ranks", [("pytorch_SingleGPU", 1), ("pytorch_FSDP", 2)], lambda s, n: n == 1)
 def test_pretrained_weights(script, ranks, review_folder, pretrained, train):
     """At a rate of nothing, what is evaluated is what was loaded."""
     flags = f"{REVIEWS} {review_folder} --weights {pretrained} --context 12 --batch-size 16"
