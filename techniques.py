@@ -279,7 +279,7 @@ LESSONS = [
         traits="needs_gpt loaded_alike by_parameter"),
     row("pytorch_low_bit_optimizer", "FSDP", SHELF, *both(low_bit),
         case("", 2, 1, 3, 4, traits="estimated"),
-        case(f"{BFLOAT16} --bf16-weights", 2, traits="branch rounds estimated"),
+        case(f"{BFLOAT16} --bf16-weights", 2, traits="rounds estimated"),
         traits="needs_gpt own_files", shows=("round_to", "pack", "update")),
     row("pytorch_DTensor", "", SHELF, nothing, nothing, case("", 4), traits="no_training"),
     row("accelerate_DDP", "torchrun_DDP", LIBRARY, *WHOLE, case()),

@@ -55,9 +55,7 @@ LIBRARIES = {  # what a server imports for scripts with such a name
     "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.original_muon"),
     "(accelerate|lightning|transformers)_": ("accelerate", "lightning", "transformers.trainer"),
 }
-OF_A_LIBRARY = (
-    "(?i)deepspeed|accelerate|test_(ecosystem|examples|accumulation|vision)|only_a_config"
-)
+OF_A_LIBRARY = "(?i)deepspeed|accelerate|ecosystem|test_(examples|accum|vision)|only_a_config"
 LONG = ("test_faults", "test_docs", "test_multi_node", "test_benchmark")  # come first
 
 servers = {}  # by what they have imported besides PyTorch

@@ -140,6 +140,7 @@ def test_slow_loaders_on_all_ranks(run_slowly):
     assert all(rank["data"]["p50"] > LATE for rank in run_slowly("loaders")["ranks"])
 
 
+@pytest.mark.full
 def test_a_stall_now_and_then(run_slowly):
     """The median does not know of it; the mean, its shares and the throughput do."""
     found = run_slowly("stall")

@@ -146,6 +146,7 @@ def test_an_evaluation_needs_no_more_than_a_step():
     assert rows["gradient_accumulation --accumulate 4"] < 0.35 * rows["torchrun_DDP"]
 
 
+@pytest.mark.full
 def test_a_row_for_each_technique():
     """As a program reads it, and that the sum is made of its parts."""
     flags = f"{IMAGES} --gpus 2 --json --memory 8 --only SingleGPU,DDP_ZeRO,FSDP"

@@ -4,6 +4,7 @@ import json
 import pickle
 import sys
 
+import pytest
 from conftest import ROOT, cases, hooked, launch, launcher, server, succeed
 from test_snapshots import attack
 
@@ -26,6 +27,7 @@ def test_rank_collective_and_line_are_named(script, fault):
     assert not missed
 
 
+@pytest.mark.full
 def test_under_its_launcher(tmp_path):
     """Which holds the store. It does not have to wait for the stopped rank, which ends itself."""
     fault = {"kind": "stop", "rank": 1, "step": 3, "phase": "forward", "events": f"{tmp_path}/e"}

@@ -235,10 +235,10 @@ def test_no_rank_waits_for_another(flags, words, places, tmp_path):
 
 def test_several_ranks_of_a_launcher(tmp_path):
     """It adds lines of its own to ours, which it repeats at the end."""
-    command = f"{launcher('pytorch_torchrun_DDP', 3)} {SMALL} --output-dir {tmp_path}"
-    finished = launch(f"{command} --batch-size 32", timeout=60)
+    command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --output-dir {tmp_path}"
+    finished = launch(f"{command} --batch-size 25", timeout=60)
     [line] = set(finished.errors)  # a slow machine gives the others time to say it, too
-    assert "--batch-size 32" in line and "3 ranks; use --batch-size 30" in line
+    assert "--batch-size 25" in line and "2 ranks; use --batch-size 24" in line
     ours = r'(common|pytorch_\w+|(harness|jobs)/\w+)\.py", line'
     assert not re.search(ours, finished.stderr), "a traceback of ours"
     assert "exitcode  : 2 " in finished.stderr, "the code with which the worker ended"

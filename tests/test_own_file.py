@@ -108,6 +108,7 @@ def test_lines_of_a_file(mine):
     assert large in text and "\npredicted peak per GPU: " in text and ", fits 24.0 GiB" in text
 
 
+@pytest.mark.full
 def test_the_largest_batch_of_a_file(mine):
     """Which has fewer samples than that. It is said if the file's own does not fit."""
     flags = "--gpus 2 --memory 1.6 --spare 1.5"

@@ -19,7 +19,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 # 53 evaluation images: not divisible by 2 or 3
 JOB = "--dataset synthetic --train-samples 125 --eval-samples 53 --batch-size 24 --epochs 2"
-JOB += " --print-freq 2 --seed 5"
+JOB += " --print-freq 2 --seed 5 --model squeezenet1_1"
 STEPS = 2 * (125 // 24)
 LAUNCHED = ("pytorch_DDP", 2)  # by torch.distributed.launch; the others are forked
 RUNS = [LAUNCHED, ("pytorch_SingleGPU", 1)]
@@ -40,7 +40,7 @@ def test_screen(run):
     script, world_size, finished, output = run
     first, settings, data, *epochs, step, last = finished.lines
     batch = f"global batch 24 = {world_size} x {24 // world_size} per rank"
-    for word in [script, f"{world_size} x cpu", "resnet18", "dataset synthetic", batch]:
+    for word in [script, f"{world_size} x cpu", "squeezenet1_1", "dataset synthetic", batch]:
         assert word in first
     assert shlex.split(settings) == ["settings:", *shlex.split(JOB), "--output-dir", str(output)]
     assert "125 training and 53 evaluation images, 10 classes" in data
@@ -57,7 +57,12 @@ def test_result(run):
     script, world_size, finished, output = run
     result = json.loads((output / "result.json").read_text())
     expected = {"technique": script, "world_size": world_size, "device": "cpu", "steps": STEPS}
-    expected |= {"model": "resnet18", "dataset": "synthetic", "precision": "float32", "seed": 5}
+    expected |= {
+        "model": "squeezenet1_1",
+        "dataset": "synthetic",
+        "precision": "float32",
+        "seed": 5,
+    }
     expected |= {"train_samples": 125, "eval_samples": 53, "image_size": 32, "epochs": 2}
     expected |= {"global_batch_size": 24, "optimizer": "sgd", "options": {}}
     assert {name: result[name] for name in expected} == expected
@@ -75,7 +80,8 @@ def test_result(run):
     memory = result["peak_memory_gib"]
     assert memory["allocated"] is None and memory["reserved"] is None
     assert 0.1 < memory["process"] < 8
-    parameters = sum(p.numel() for p in torchvision.models.resnet18(num_classes=10).parameters())
+    model = torchvision.models.squeezenet1_1(num_classes=10)
+    parameters = sum(p.numel() for p in model.parameters())
     assert set(result["state_bytes"]) == {"parameters", "gradients", "optimizer"}
     assert set(result["state_bytes"].values()) == {4 * parameters}
     assert result["versions"]["torch"] == torch.__version__
@@ -118,6 +124,6 @@ def test_curves(run):
 def test_threads_end_with_the_process_group(script, tmp_path):
     """One that outlives it may abort the process as it exits: world.wait_for_gloo."""
     command = f"{launcher(script, through=HOOKED)} --dataset synthetic --train-samples 16"
-    command += " --eval-samples 4 --batch-size 8 --epochs 1 --model shufflenet_v2_x0_5"
+    command += " --eval-samples 4 --batch-size 8 --epochs 1 --model squeezenet1_1"
     finished = succeed(f"{command} --output-dir {tmp_path}", HOOKS="threads")
     assert "threads of gloo left: 0" in finished.lines

@@ -13,7 +13,7 @@ from techniques import LESSONS
 # Of mistakes.py: script, ranks, flags; how far off it is at least
 SILENT = [(name, *row["run"]) for name, row in TABLES["silent_mistakes"].items()]
 
-USUAL = "clipped", "every shard", "load"  # the others are marked full
+USUAL = "clipped"  # the others are marked full
 JOB = "--model gpt-4x12x24 --context 24 --dataset synthetic --train-samples 150 --eval-samples 20"
 JOB += " --batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5 --double"
 
@@ -99,7 +99,7 @@ def test_dropout_of_tensor_parallel_ranks_is_that_of_the_single_process(train):
 
 
 EXAMPLES = sorted(recorded.WORDS)
-SEEN = "clip_shards", "ema", "expert_gradients"  # usually: an edit of one breaks no other
+SEEN = "clip_shards", "expert_gradients"  # usually: an edit of one breaks no other
 LINE = re.compile(r"^(right|wrong) ?(.*): (.+) off by (\S+)$", re.MULTILINE)
 # Drawn noise, and a mean of variances, which lacks that of the means. Others: rounding.
 INEXACT = {"same_dropout": 0.05, "batchnorm_statistics": 1e-3}
