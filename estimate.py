@@ -30,9 +30,9 @@ from estimator import network, tables
 from estimator.network import LINKS, link_of
 from harness import flops
 from harness.cli import check_writable, fail, make_parser, number
-from harness.settings import fill
+from harness.settings import fill, spelled
 from harness.world import count_cores
-from jobs import sizes
+from jobs.sizes import is_decoder
 from libraries import hub
 from report import draw
 from techniques import TECHNIQUES
@@ -143,33 +143,41 @@ def make_flags() -> argparse.ArgumentParser:
 def parse_args(words: list[str] | None = None) -> tuple[Any, list[str]]:
     """The flags of this script, frozen, and those that are passed to the training scripts."""
     given, others = make_flags().parse_known_args(words)
+    others = in_two_words(others)
+    folder = next((new for old, new in itertools.pairwise(others) if old == "--weights"), "none")
     args = dataclasses.make_dataclass("Flags", vars(given), frozen=True)(**vars(given))
     args = with_spare(args)
+    args = fill(args, model="llama" if hub.is_folder(folder) else "resnet50")
     check(args)
     if args.scale:
         check_scale(args, others)
-    if args.scale and not args.step_ms and (args.measured or not is_decoder(args)):
+    if args.scale and not args.step_ms and (args.measured or not is_decoder(args.model)):
         args = fill(args, step_ms=step_of(args.measured))
-    folder = next((new for old, new in itertools.pairwise(others) if old == "--weights"), "none")
-    args = fill(args, model="llama" if hub.is_folder(folder) else "resnet50")
     return args, ["--model", args.model, *others]
+
+
+def in_two_words(words: list[str]) -> list[str]:
+    """The same flags, with ``--name value`` for ``--name=value``: values are looked up so."""
+    pairs = [word.split("=", 1) if word.startswith("--") else [word] for word in words]
+    return [*itertools.chain(*pairs)]
 
 
 OF_A_FILE = ("gpus", "memory", "spare", "host_memory", "fit", "recommend", "json", "help")
 
 
-def parse_file_args(words: list[str]) -> Any:
-    """The flags for a user's file."""
+def parse_file_args(words: list[str]) -> tuple[Any, bool]:
+    """The flags for a user's file, and whether --gpus is one of them."""
     parser = make_flags()
     given, others = parser.parse_known_args(words)
-    usual = parser.parse_args([])
-    for name, value in vars(given).items():
-        if name not in OF_A_FILE and value != getattr(usual, name):
-            others.append(f"--{name.replace('_', '-')}")
+    unset = argparse.Namespace(**dict.fromkeys(vars(given)))  # argparse sets no defaults here
+    named, _ = parser.parse_known_args(words, unset)
+    for name, value in vars(named).items():
+        if name not in OF_A_FILE and value is not None:
+            others.append("--from" if name == "measured" else spelled(name))
     if others:
         fail(f"{others[0]} is for --model; a file has constants, such as BATCH, and its functions")
     args = dataclasses.make_dataclass("Flags", vars(given), frozen=True)(**vars(given))
-    return with_spare(args)
+    return with_spare(args), named.gpus is not None
 
 
 def with_spare(args):
@@ -190,7 +198,7 @@ def check(args) -> None:
         fail("--scale predicts communication, --fit memory; use one of them")
     if args.mfu and not (args.recommend or args.scale):
         fail("--mfu is for tokens/s, which --recommend and --scale predict; use one of them")
-    if args.mfu and args.scale and (args.step_ms or args.measured or not is_decoder(args)):
+    if args.mfu and args.scale and (args.step_ms or args.measured or not is_decoder(args.model)):
         fail("--mfu gives the compute time of a decoder's step; leave out --step-ms and --from")
     if args.plot and (args.json or not args.scale):
         fail(f"--plot {args.plot} needs --scale, and not --json")
@@ -209,16 +217,13 @@ def check_scale(args, others: list[str]) -> None:
     names = dict.fromkeys(name.split()[0] for name in SCALED)
     given = [f"--only {name}" for name in args.only.split(",")] if args.only else []
     wrong = [only for only in given if names.keys().isdisjoint(only.split())]
-    wrong += [word for word in others if word.partition("=")[0] in ("--tp", "--cp", "--pp")]
+    pairs = itertools.pairwise(others)
+    wrong += [f"{name} {value}" for name, value in pairs if name in ("--tp", "--cp", "--pp")]
     if wrong:
         fail(
             f"--scale {wrong[0]}: predicted speeds were near published ones only for data "
             f"parallelism; use some of {', '.join(names)}"
         )
-
-
-def is_decoder(args) -> bool:
-    return sizes.is_decoder(args.model)
 
 
 def step_of(path: Path | None) -> float:
@@ -353,13 +358,14 @@ def compute_of(args, flags: list[str], each: int) -> tuple[float, float, int]:
 
 
 def size_of(flags: list[str]):
-    """The size of a decoder, from the scripts' own flags; ``None`` for other models."""
+    """The size of a decoder, from the scripts' own flags, ``None`` for other models; and their
+    settings."""
     from jobs import choice, language_models
 
     parser = make_parser("")
     choice.add_all_flags(parser)
     args, _ = parser.parse_known_args(flags)
-    return (language_models.size_of(args) if sizes.is_decoder(args.model) else None), args
+    return (language_models.size_of(args) if is_decoder(args.model) else None), args
 
 
 def layers_of(flags: list[str]) -> int:
@@ -382,7 +388,6 @@ def job_of(args, flags: list[str]):
     if "--dtype" not in flags:
         flags = [*flags, "--dtype", "bfloat16"]
     half = flags[flags.index("--dtype") + 1] == "bfloat16"
-    optimizer = "sgd" if "sgd" in flags else "adamw"
     vocabulary = args.classes or size.vocabulary or 65
     context = given.context or size.context
     gpu, _ = gpu_of(args)
@@ -393,7 +398,7 @@ def job_of(args, flags: list[str]):
         vocabulary=vocabulary,
         context=context,
         batch_size=args.batch_size,
-        optimizer=optimizer,
+        optimizer=given.optimizer or "adamw",
         bytes=2 if half else 4,
         flops=1e12 * tflops,
         mfu=mfu,
@@ -434,11 +439,11 @@ def run_own(words: list[str]) -> None:
         return own_commands.init(words[1:], EXAMPLES)
     path = next(word for word in words if word.endswith(".py"))
     words.remove(path)
-    args = parse_file_args(words)
+    args, gpus_are_given = parse_file_args(words)
     check(args)
     if args.recommend:
         return own_commands.recommend(args, Path(path), EXAMPLES)
-    own_commands.predict(args, Path(path), "--gpus" in words)
+    own_commands.predict(args, Path(path), gpus_are_given)
 
 
 def main() -> None:
@@ -467,7 +472,7 @@ def predict_all(args, flags: list[str]) -> None:
     size, _ = size_of(flags)
     chosen = techniques.techniques_for(args.gpus, bool(size), bool(size and size.experts), flags)
     if args.scale:
-        chosen = [techniques.make_technique(name, 2) for name in SCALED]
+        chosen = [techniques.make_technique(name, args.gpus) for name in SCALED]
     if args.only:
         chosen = [technique for name in args.only.split(",") for technique in choose(name, chosen)]
     check_batch(args, chosen)

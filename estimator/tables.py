@@ -92,10 +92,9 @@ def is_needed(title: str, rows: list[dict[str, str]]) -> bool:
 
 def optimizer_of(flags: list[str]) -> str:
     """The optimizer that the flags select, or that is the default of their model."""
-    words = " ".join(flags).replace("=", " ").split()
-    if "--optimizer" in words:
-        return words[words.index("--optimizer") + 1]
-    given = " ".join(words)
+    if "--optimizer" in flags:
+        return flags[flags.index("--optimizer") + 1]
+    given = " ".join(flags)
     texts = is_decoder(given) or any(word in given for word in ("encoder", "bert", "reviews"))
     return "adamw" if texts else "sgd"
 

@@ -412,6 +412,11 @@ def job_for(words):
     return args, job_of(args, flags)
 
 
+def test_a_value_may_follow_an_equals_sign():
+    _, job = job_for("--model gpt2 --memory H100 --dtype=float32 --optimizer=sgd")
+    assert job.bytes == 4 and job.optimizer == "sgd"
+
+
 def cost(ranks, **dimensions):
     """Overhead and communication of a GPT of 85 M parameters, at two sequences per H100. A speed
     only if ratios of published ones were met."""

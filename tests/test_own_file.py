@@ -128,14 +128,12 @@ WRONG = {  # what is said, and what is wrong
     ],
     "mine.py:[0-9]+: the shape of a result depends on": [("x = block(x)", "x = x[x > 0]")],
     "mine.py ends with: 70 samples": [("BATCH = 64", "BATCH = 1")],
-    "--link is for --model": [],
 }
 
 
 @cases("words", WRONG, lambda words: "branches" in words)
 def test_what_is_wrong_with_a_file_is_one_line(words, mine):
-    flags = "--gpus 2" + " --link ib400" * ("--link" in words)
-    failed = estimate(f"{mine('ddp', WRONG[words])} {flags}", code=2)
+    failed = estimate(f"{mine('ddp', WRONG[words])} --gpus 2", code=2)
     assert re.search(words, failed.refusal) and failed.stderr.count("\n") == 1
 
 
