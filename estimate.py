@@ -416,8 +416,8 @@ def recommend(args, flags: list[str], at_once: int) -> None:
     at = "of nearly equal ones the simplest; data parallelism before all others;\n"
     at += "speeds at an MFU of {:g} to {:g} {};\n".format(*job.mfu, gpu_of(args)[1])
     speeds = [speed_of(job, one.technique, args.link) for one in found]
-    if not found:
-        fail(f"--memory {args.memory:g}: nothing comes close to fitting; give more memory")
+    if found[0].mistake:
+        stop(found[0])
     tables.print_ways(args, list(job.flags), found, at, speeds)
     sys.stdout.flush()
     closest = min(found, key=lambda one: one.peak)

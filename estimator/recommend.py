@@ -272,8 +272,8 @@ def speed_of(job: Job, way: Way, link: dict) -> list[float]:
 def recommend(
     job: Job, gpus: int, room: int, link: dict, at_once: int, enough: int = ENOUGH
 ) -> list[Prediction]:
-    """The combinations that fit ``room`` bytes, :func:`in_order`; if none fits, the closest.
-    Predicts until ``enough`` of them fit."""
+    """The combinations that fit ``room`` bytes, :func:`in_order`; if none fits, the closest; or one
+    that has a mistake, if all have. Predicts until ``enough`` of them fit."""
     ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
     ways = in_order(job, ways, link)
     place = {way.command: number for number, way in enumerate(ways)}
@@ -308,8 +308,8 @@ def recommend(
             fail(f"--gpus {gpus}: no mesh divides this batch, heads and context; change one")
         try_out([min(every, key=lambda way: kept_at_least(job, way))])
     good.sort(key=lambda one: place.get(one.technique.command, 0))
-    others = [one for one in others if one.kinds]
-    return good[:enough] or sorted(others, key=lambda one: one.peak)[:1]
+    others.sort(key=lambda one: (bool(one.mistake), one.peak))
+    return good[:enough] or others[:1]
 
 
 def likely(job: Job, ways: list[Way], room: int, others: list[Prediction], n: int) -> list[Way]:
