@@ -152,8 +152,13 @@ def make_stage(model, rank, world, device, sample):
     layers = len(model.model.layers)
     embedding = model.model.embed_tokens
     head = model.lm_head
-    if embedding.weight is head.weight:
-        raise SystemExit("embedding and head share their weights, but are on different ranks")
+    parts = tuple(f"{name}." for name in NAMES)
+    seen = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        is_of_one = name.startswith(parts) and parameter not in seen  # not tied, nor beside them
+        if parameter.requires_grad and not is_of_one:
+            raise SystemExit(f"{name} is not trained by one stage alone: untie it, or freeze it")
+        seen.add(parameter)
     if world > min(layers, MICRO) or BATCH % MICRO:
         raise SystemExit(
             f"{layers} layers and {BATCH} rows in {MICRO} micro-batches on {world} ranks: "

@@ -792,9 +792,9 @@ def generate(folder):
     return tokenizer.decode(model.generate(prompt, do_sample=False, max_new_tokens=20)[0])
 
 
-def functions_of(code):
-    """Of chat.py, where constants are set by a line."""
-    text = read("chat").partition("\n\n\ndef main")[0]
+def functions_of(code, name="chat"):
+    """Of an example, where constants are set by a line."""
+    text = read(name).partition("\n\n\ndef main")[0]
     found = {}
     exec(text.replace("\n\n\n", f"\n{code}\n\n\n", 1), found)
     return found
@@ -867,6 +867,19 @@ def test_packed_documents_that_see_each_other_are_refused(kind, hub, chat):
         found["check_packing"](model, rows, "cpu")
     rows = functions_of(f"{chat}\nPACKED, LENGTH = False, 50")["pack"]([((1, 2, 3),) * 2] * 2)
     assert len(rows) == 2
+
+
+SEVERAL = TABLES["parameters_of_several_stages"]
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_parameter_of_several_stages_is_refused(name):
+    """Each would train a copy of it; the check of the logits finds no difference before a step."""
+    pp = functions_of("", "pp")
+    model = pp["make_model"]()
+    exec(SEVERAL[name])
+    with pytest.raises(SystemExit, match=f"^{name} is not trained"):
+        pp["make_stage"](model, 0, 2, "cpu", pp["collate"](pp["make_data"]()[0][:1]))
 
 
 BAD = TABLES["wrong_conversations"]
