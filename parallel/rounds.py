@@ -135,8 +135,9 @@ def connect(address: str | None) -> dist.Store | None:
     if not address:
         return None
     host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        fail(f"--store {address} has no port; use HOST:PORT, as of --serve PORT")
+    if not (host and port.isdecimal() and int(port) < 2**16):
+        fail(f"--store {address} is no address; use HOST:PORT, as of --serve PORT")
+    host = host.strip("[]")  # around an IPv6 address, which the class takes without them
     try:
         return dist.TCPStore(host, int(port), timeout=timedelta(seconds=60))
     except RuntimeError as error:

@@ -52,6 +52,11 @@ def play(monkeypatch):
     return run
 
 
+def test_an_address_of_ipv6(monkeypatch):
+    monkeypatch.setattr(dist, "TCPStore", lambda host, port, **_: (host, port))
+    assert rounds.connect("[::1]:29510") == ("::1", 29510)
+
+
 ALL = [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
