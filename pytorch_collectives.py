@@ -199,11 +199,15 @@ def seconds_of(operation, repeats: int, device: torch.device) -> float:
 
 def fit(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
     """Fit seconds = latency + size / bandwidth (in seconds and bytes per second), by least squares
-    of the relative errors."""
+    of the relative errors. If one of them would be negative, the latency is 0."""
     sizes = np.array(sizes)
     seconds = np.array(seconds)
     rows = np.stack([1 / seconds, sizes / seconds], axis=1)
-    (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
+    ones = np.ones(len(rows))
+    (latency, per_byte), *_ = np.linalg.lstsq(rows, ones, rcond=None)
+    if min(latency, per_byte) <= 0:  # large messages leave the cache, or noise is larger than both
+        latency = 0.0
+        (per_byte,), *_ = np.linalg.lstsq(rows[:, 1:], ones, rcond=None)
     return latency, 1 / per_byte
 
 

@@ -73,6 +73,9 @@ def test_fit():
     sizes = [4096 * 4**i for i in range(8)]
     latency, bandwidth = script.fit(sizes, [2e-4 + size / 3e9 for size in sizes])
     assert latency == pytest.approx(2e-4) and bandwidth == pytest.approx(3e9)
+    for slower in (1.2, -0.1):  # large messages leave the cache; noise
+        latency, bandwidth = script.fit(sizes, [1e-9 * size**slower for size in sizes])
+        assert latency == 0 and bandwidth > 0
 
 
 def test_a_collective_that_a_backend_lacks_is_named(monkeypatch, capsys):
