@@ -183,8 +183,8 @@ def seal_and_rename(part: Path, folder: Path, sums: list[dict[str, str]], kept: 
 def read_snapshot(path: Path, launch: str | None, named: bool) -> dict | None:
     """The content of ``state.pt``, if the snapshot is valid, and of this launch, if one is given. A
     damaged one is reported; if ``--resume`` named it, there is no other and the run ends."""
-    if not path.exists():
-        fail(f"{path} is not on this machine; give an --output-dir that all machines share")
+    if not all(gather_objects(path.exists())):
+        fail(f"{path} is not on every machine; give an --output-dir that all machines share")
     if (path / ".metadata").exists():
         fail(f"--resume {path} is DCP's own; use the script that wrote it, or --weights {path}")
     copied = {storage.RUNS, storage.DATA} & {*path.parents}  # each machine verifies its own copy

@@ -274,13 +274,11 @@ def test_fit_names_the_largest():
 def test_a_row_that_fails_leaves_the_others():
     """The names are those of the table; a value of the user's replaces the row's; ranks that split
     the model do not divide the batch."""
-    flags = f"{TEXT} -b 4 --gpus 8 --tp 2 --ac selective --only "
-    only = "FSDP,ND_parallel --dtype bfloat16 --ac selective"
-    lines = estimate(f"{flags} '{only}' --host-memory 1 --memory 1 --spare 0").stdout.splitlines()
+    flags = f"{TEXT} -b 4 --gpus 8 --tp 2 --ac selective --host-memory 1 --memory 1 --spare 0"
+    nd = "ND_parallel --dtype bfloat16 --ac selective"
+    lines = estimate(f"{flags} --only 'FSDP,{nd}'").stdout.splitlines()
     assert lines[0].endswith("global batch 4 = 4 x 1:")
-    [ac] = [
-        line for line in lines if line.startswith("ND_parallel --dtype bfloat16 --ac selective ")
-    ]
+    [ac] = [line for line in lines if line.startswith(f"{nd} ")]
     assert ac.endswith("yes") and not any("--ac full" in line for line in lines)
     [fsdp] = [line for line in lines if line.startswith("FSDP   ")]
     assert "--tp" in fsdp or "--batch-size 4" in fsdp

@@ -224,6 +224,12 @@ def test_no_damage_is_overlooked(way, run_once, tmp_path, capsys):
         assert f"snapshot {folder} is damaged and ignored: " in capsys.readouterr().out
 
 
+def test_a_snapshot_that_a_machine_lacks_ends_all_ranks(monkeypatch, tmp_path):
+    monkeypatch.setattr(disk, "gather_objects", lambda value: [value, False])
+    with pytest.raises(SystemExit):
+        disk.read_snapshot(tmp_path, None, named=False)
+
+
 def test_another_scripts_snapshot_has_no_scaler(run_once, tmp_path):
     _, snapshot = snapshots(run_once("pytorch_SingleGPU", 1, LONGER)[1])
     job = hooked("pytorch_auto_mixed_precision --dtype float16", 1, LONGER)
