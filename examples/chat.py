@@ -97,8 +97,11 @@ def parse(line, template):
         if found.get(name) not in EMPTY:
             raise ValueError(f"its {name} would be ignored; {instead}")
     tools = found.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools  # a column of TRL has text
+    if isinstance(tools, str):  # as in a column of TRL, where other lines have an empty one
+        tools = json.loads(tools or "[]")
     options = found.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise ValueError("its chat_template_kwargs are no object")
     words = {*re.findall(r"\w+", template)}
     if unused := sorted(options.keys() - words):
         raise ValueError(f"the chat template does not use {unused[0]} of chat_template_kwargs")

@@ -46,11 +46,7 @@ def test_answers_have_labels(chat, capsys):
 
 
 KINDS = [json.loads(line) for line in (ROOT / "tests/chat/kinds.jsonl").open()]
-PLAIN = {
-    "reasoning",
-    "tools",
-    "calls",
-}  # kinds that a template refuses, which has no place for them
+PLAIN = {"reasoning", "tools", "calls"}  # kinds for which a template may have no place
 REFUSED = dict.fromkeys(("border", "chatml", "llama3", "phi3"), PLAIN)
 REFUSED |= {"mistral": {"systems", "reasoning"}, "qwen2_5": {"reasoning"}, "qwen3": set()}
 REFUSED |= {"deepseek_r1_distill": {"systems", "thoughts", *PLAIN}}
