@@ -154,8 +154,6 @@ class Documents(Text):
         self.rows = np.arange(len(places) + 1)  # the first document of each, and all documents
         if packed:
             self.rows = next_fit(self.lengths, context)
-            self.unit = "row"
-            self.units = "rows"
         self.counts = np.add.reduceat(counts, self.rows[:-1])  # labels of each row
         self.length = self.lengths.sum() / len(self)
 
