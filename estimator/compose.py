@@ -168,7 +168,7 @@ def init(path: Path, example: Path, own: Path | None) -> str:
     if own and not own.is_file():
         fail(f"--own {own}: no such file")
     text = example.read_text(encoding="utf-8")
-    other = own.read_text(encoding="utf-8") if own else ""
+    other = own.read_text(encoding="utf-8-sig") if own else ""
     path.write_text(compose(text, other, path.stem, example.stem), encoding="utf-8")
     if lacks_layers(text, other):
         return f"{own} has no layers_of: check the one that was written, for the largest list"

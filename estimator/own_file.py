@@ -46,7 +46,7 @@ def load(path: Path, folder: Path | None = None) -> ModuleType:
     if not path.is_file():
         fail(f"{path}: no such file; {use}")
     try:
-        nodes = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
+        nodes = ast.parse(path.read_bytes(), str(path)).body
     except SyntaxError as error:
         fail(f"{path}:{error.lineno}: {error.msg}")
     names = [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
@@ -70,7 +70,7 @@ def load(path: Path, folder: Path | None = None) -> ModuleType:
 
 def is_launched(module: ModuleType) -> bool:
     """Whether a launcher starts it: it needs the number of its rank."""
-    return "RANK" in Path(module.__file__).read_text(encoding="utf-8")
+    return b"RANK" in Path(module.__file__).read_bytes()
 
 
 # ------------------------------------------------------------------------------- the prediction
@@ -117,8 +117,8 @@ class Found:
 def ranks_of(module: ModuleType, ranks: int) -> list[int]:
     """The ranks of which one has the highest peak: of a pipeline, the first stage has most
     micro-batches in flight, and the last one has the logits."""
-    text = Path(module.__file__).read_text(encoding="utf-8")
-    return [0, ranks - 1] if "torch.distributed.pipelining" in text and ranks > 1 else [0]
+    is_pipeline = b"torch.distributed.pipelining" in Path(module.__file__).read_bytes()
+    return [0, ranks - 1] if is_pipeline and ranks > 1 else [0]
 
 
 def predict(module: ModuleType, ranks: int, has_half: bool = True, batch: int = 0, rank: int = 0):

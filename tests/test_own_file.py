@@ -79,14 +79,15 @@ def loss_of(output, batch):
 
 @pytest.fixture
 def mine(tmp_path):
-    """A function that writes an example with these functions."""
+    """A function that writes an example with these functions; plain.py with the mark at its begin
+    that editors of Windows write."""
 
     def write(name, changes=()):
         text = compose(EXAMPLES[name], OWN, "mine", name)
         for old, new in changes:
             assert old in text
             text = text.replace(old, new)
-        (tmp_path / "mine.py").write_text(text)
+        (tmp_path / "mine.py").write_text(text, "utf-8-sig" if name == "plain" else "utf-8")
         return tmp_path / "mine.py"
 
     return write
@@ -171,7 +172,7 @@ def test_an_example_without_anything_of_ones_own_is_itself(name):
 
 def test_an_example_gets_what_belongs_to_the_functions(tmp_path):
     """Also from another example that has them; what only the example's functions needed goes."""
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN, "utf-8-sig")
     for given, name in (("own", "my_zero"), ("my_zero", "my_fsdp")):
         example = name.removeprefix("my_")
         command = f"init {tmp_path}/{name}.py --from {example} --own {tmp_path}/{given}.py"
