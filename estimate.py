@@ -206,8 +206,8 @@ def check(args) -> None:
         check_writable(args.plot.absolute().parent, f"--plot {args.plot}")
     if args.fit and args.memory is None:
         fail("--fit needs the --memory of a GPU, for example --memory 24")
-    if args.recommend and (args.only or args.scale or args.fit):
-        fail("--recommend predicts combinations of techniques; leave out --only, --scale and --fit")
+    if args.recommend and (args.only or args.scale or args.fit or args.host_memory):
+        fail("--recommend does not take --only, --scale, --fit or --host-memory; leave them out")
     if args.recommend and args.memory is None:
         fail("--recommend needs the --memory of a GPU, for example --memory H100")
 

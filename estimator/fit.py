@@ -12,7 +12,7 @@ from estimator.techniques import Prediction, Setup
 def search(args, chosen: list[Setup], predict: Callable, at_once: int) -> list[Prediction]:
     """The prediction for the largest batch of each setup that fits; of batch 0 if none does."""
     found = [Prediction(setup, 0) for setup in chosen]
-    searches = [trials(tables.room_of(args)) for _ in chosen]
+    searches = [trials(1) for _ in chosen]
     wanted = {i: next(search) for i, search in enumerate(searches)}
     while wanted:
         tasks = [partial(predict, chosen[i], chosen[i].unit * n) for i, n in wanted.items()]
@@ -24,15 +24,15 @@ def search(args, chosen: list[Setup], predict: Callable, at_once: int) -> list[P
                 found[i] = prediction
             if not failed:
                 with contextlib.suppress(StopIteration):  # it is found
-                    wanted[i] = searches[i].send(prediction.peak)
+                    wanted[i] = searches[i].send(tables.filled(args, prediction))
     return found
 
 
-def search_batch(memory: float, unit: int, predict: Callable, ranks: list[int]) -> Found:
-    """The prediction of a user's file for its largest BATCH that fits ``memory``, in bytes, a
-    multiple of ``unit``; or of the smallest one, if that does not fit. ``ranks``: those of which
-    one has the highest peak."""
-    search = trials(memory)
+def search_batch(args, unit: int, predict: Callable, ranks: list[int]) -> Found:
+    """The prediction of a user's file for its largest BATCH that fits, a multiple of ``unit``; or
+    of the smallest one, if that does not fit. ``ranks``: those of which one has the highest peak.
+    """
+    search = trials(1)
     found = {}
     n = next(search)
     while True:
@@ -41,16 +41,16 @@ def search_batch(memory: float, unit: int, predict: Callable, ranks: list[int]) 
         if found[n].mistake:
             return found[n]
         try:
-            n = search.send(found[n].peak)
+            n = search.send(tables.filled(args, found[n]))
         except StopIteration as end:
             return found[end.value or min(found)]
 
 
 def trials(memory: float) -> Generator[int, float, int]:
-    """Yield the number of units to try next, and expect its bytes from ``send()``. Returns the
-    largest number that fits ``memory``, in bytes; 0 if not even two do: BatchNorm needs two
+    """Yield the number of units to try next, and expect from ``send()`` what they take, in the unit
+    of ``memory``. Returns the largest number that fits; 0 if not even two do: BatchNorm needs two
     samples."""
-    took = {}  # bytes, by number of units
+    took = {}  # by number of units
     for n in (2, 8):
         took[n] = yield n
         if took[n] > memory:

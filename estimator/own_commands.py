@@ -34,7 +34,7 @@ def predict(args, path: Path, gpus_are_given: bool) -> None:
     one = partial(own_file.predict, module, ranks, has_half(args.memory))
     some = own_file.ranks_of(module, ranks)
     if args.fit:
-        found = fit.search_batch(tables.room_of(args), max(1, ranks), one, some)
+        found = fit.search_batch(args, max(1, ranks), one, some)
     else:
         tasks = [partial(one, rank=rank) for rank in some]
         found = own_file.fullest(techniques.side_by_side(tasks, count_cores()))

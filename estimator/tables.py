@@ -40,8 +40,14 @@ def describe(args, flags: list[str]) -> str:
 
 def fits(args, prediction) -> bool:
     """Whether a prediction fits the GPU; and the CPU memory, if that is given."""
-    host = args.host_memory is None or prediction.host <= args.host_memory * GIB
-    return bool(prediction.kinds) and prediction.peak <= room_of(args) and host
+    return bool(prediction.kinds) and filled(args, prediction) <= 1
+
+
+def filled(args, prediction) -> float:
+    """The fraction of the GPU's memory that a prediction takes; or of the CPU's, if that is given
+    and the fraction of it is larger."""
+    of_host = prediction.host / (args.host_memory * GIB) if args.host_memory else 0.0
+    return max(prediction.peak / room_of(args), of_host)
 
 
 def more(size: int) -> str:
@@ -121,7 +127,7 @@ def cells_of(args, found) -> dict[str, str]:
     if found.mistake:
         return {}
     cells = {"peak": size_of(found.peak)}
-    cells |= {title: size_of(size) for title, size in by_column(found).items()}
+    cells |= {title: size_of(size) for title, size in by_group(found, COLUMNS).items()}
     cells |= {"host": size_of(found.host), "sent": f"{found.sent / 1e6:,.0f}"}
     if found.most:
         cells["peak"] += f"-{size_of(found.most)}"
@@ -131,10 +137,10 @@ def cells_of(args, found) -> dict[str, str]:
     return cells
 
 
-def by_column(found) -> dict[str, int]:
-    """Bytes at the peak of a prediction, by the title of a column."""
+def by_group(found, groups: dict[str, list[str]]) -> dict[str, int]:
+    """Bytes at the peak of a prediction, by groups of kinds: ``COLUMNS``, or ``WORDS``."""
     sizes = {}
-    for title, kinds in COLUMNS.items():
+    for title, kinds in groups.items():
         sizes[title] = sum(found.kinds[kind] for kind in kinds)
     return sizes
 
@@ -160,7 +166,7 @@ def print_ways(args, flags: list[str], found: list, at: str, speeds: list[list[f
     print(f"{at}peaks are predictions per GPU")
     for number, one in enumerate(found, 1):
         way = one.technique
-        parts = by_column(one)
+        parts = by_group(one, COLUMNS)
         consists = ", ".join(f"{name} {in_words(n)}" for name, n in parts.items() if n > 2**16)
         print(f"\n{number}. {way.describe()}: peak {in_words(one.peak)} ({consists})")
         print(f"   {', '.join(costs_of(one))}")
@@ -249,7 +255,7 @@ def say_what_fits(args, predictions: list) -> None:
     if closest.peak <= room_of(args):
         fail(
             f"--host-memory {args.host_memory:g}: nothing fits; {closest.technique.name} comes "
-            f"closest, and keeps {in_words(closest.host)} per GPU in CPU memory"
+            f"closest, and keeps {in_words(closest.host)} per GPU in CPU memory; use more of it"
         )
     short = more(closest.peak - room_of(args))
     fail(
@@ -269,7 +275,8 @@ def print_file(args, found) -> None:
     shapes = f"{found.name} on {gpus}, BATCH {found.batch}: {of} is {found.inputs}"
     print(textwrap.fill(shapes, WIDTH, subsequent_indent="  "))
     print(f"predicted peak per GPU: {in_words(found.peak)}{whether_it_fits(args, found)}")
-    parts = [f"{name} {in_words(size)}" for name, size in by_word(found).items() if size > 2**14]
+    sizes = by_group(found, WORDS)
+    parts = [f"{name} {in_words(size)}" for name, size in sizes.items() if size > 2**14]
     print(textwrap.fill(", ".join(parts), WIDTH, initial_indent="  ", subsequent_indent="  "))
     here = min(found.ranks, MACHINE)
     machine = f", {in_words(here * found.host_each)} for {here} ranks" if here > 1 else ""
@@ -304,13 +311,6 @@ def in_bytes(size: float) -> str:
     return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
 
 
-def by_word(found) -> dict[str, int]:
-    sizes = {}
-    for word, kinds in WORDS.items():
-        sizes[word] = sum(found.kinds[kind] for kind in kinds)
-    return sizes
-
-
 def whether_it_fits(args, found) -> str:
     if not args.memory:
         return ""
@@ -342,7 +342,8 @@ def say_whether_it_fits(args, found) -> None:
     if not args.memory or fits(args, found):
         return
     if found.peak <= room_of(args):
-        fail(f"--host-memory {args.host_memory:g}: {found.name} takes {in_words(found.host)}")
+        takes = f"{found.name} takes {in_words(found.host)}"
+        fail(f"--host-memory {args.host_memory:g}: {takes} on rank 0; use more, or --recommend")
     short = more(found.peak - room_of(args))
     use = "use a smaller BATCH (--fit finds the largest), more --gpus, or --recommend"
     fail(f"{found.name} needs {short} more than {args.memory:g} GiB with {args.spare:g} GiB "

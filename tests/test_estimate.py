@@ -262,11 +262,16 @@ def test_the_largest_batch():
         assert end.value.value == best and len(tried) < 12, shape
 
 
+OFFLOADS = "--only 'activation_checkpointing --offload' --host-memory 0.02"
+JOBS = ["--model resnet18 --only torchrun_DDP", f"--model gpt-4x4x64 --context 64 {OFFLOADS}"]
+
+
 @pytest.mark.full
-def test_fit_names_the_largest():
-    found = estimate("--model resnet18 --gpus 2 --memory 2 --spare 1.5 --only torchrun_DDP --fit")
-    batch = int(re.search(r"torchrun_DDP\s+2\s+(\d+)", found.stdout)[1])
-    job = "--model resnet18 --gpus 2 --memory 2 --spare 1.5 --only torchrun_DDP"
+@pytest.mark.parametrize("job", JOBS)
+def test_fit_names_the_largest(job):
+    """In the memory of the GPU, and of the CPU."""
+    job += " --gpus 2 --memory 2 --spare 1.5"
+    batch = int(re.search(r"\S+\s+2\s+(\d+)\s", estimate(f"{job} --fit").stdout)[1])
     estimate(f"{job} -b {batch}")
     estimate(f"{job} -b {batch + 2}", code=2)
 
