@@ -258,6 +258,19 @@ def test_a_snapshot_of_another_job_is_refused(tmp_path):
         assert words in launch(f"{job}{data} --resume auto", forked=True).refusal
 
 
+@pytest.mark.full
+def test_a_worker_that_dies_is_restarted_from_the_snapshot(tmp_path):
+    """By torchrun, as the README has it."""
+    command = start("pytorch_torchrun_DDP", 2, f"--epochs 12 --output-dir {tmp_path}")
+    command = command.replace("--standalone", "--standalone --max-restarts=1")
+    with started(command) as process:
+        wait_for(lambda: snapshots(tmp_path))
+        os.kill(ranks_of(tmp_path)[-1], signal.SIGKILL)
+        finished = process.end(120)
+    assert finished.code == 0 and finished.stdout.count("resumed from") == 1, str(finished)
+    assert len(result(tmp_path)["train_loss"]) == 12
+
+
 def test_a_restart_does_not_need_the_snapshot_that_resume_names(tmp_path):
     """It has its own, and has deleted that one by then: the last two are kept."""
     job = start("pytorch_SingleGPU", flags=f"--output-dir {tmp_path}")
