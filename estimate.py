@@ -217,8 +217,7 @@ def check_scale(args, others: list[str]) -> None:
     names = dict.fromkeys(name.split()[0] for name in SCALED)
     given = [f"--only {name}" for name in args.only.split(",")] if args.only else []
     wrong = [only for only in given if names.keys().isdisjoint(only.split())]
-    pairs = itertools.pairwise(others)
-    wrong += [f"{name} {value}" for name, value in pairs if name in ("--tp", "--cp", "--pp")]
+    wrong += [f"{a} {b}" for a, b in itertools.pairwise(others) if a in ("--tp", "--cp", "--pp")]
     if wrong:
         fail(
             f"--scale {wrong[0]}: predicted speeds were near published ones only for data "

@@ -311,16 +311,18 @@ def show_mistake(args, device: torch.device, store: dist.Store) -> NoReturn:
             torch.cuda.synchronize()
     except RuntimeError as error:
         say(f"{type(error).__name__} after {time.monotonic() - started:.0f} s: {error}")
-    names = [f"rank {rank} is done" for rank in range(dist.get_world_size())]
-    store.set(names[dist.get_rank()], "")
-    store.wait(names, timedelta(seconds=args.timeout + 30))
-    common.print0(
-        "No debug setting of PyTorch detects this mistake."
-        if mistake is wait
-        else "With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment, PyTorch first compares "
-        "collectives and shapes, which takes time, and reports which ranks differ."
-    )
-    store.set("seen", "") if dist.get_rank() == 0 else store.wait(["seen"])
+    rank = dist.get_rank()
+    ranks = range(dist.get_world_size())
+    store.set(f"rank {rank} is done", "")
+    store.wait([f"rank {r} is done" for r in ranks], timedelta(seconds=args.timeout + 30))
+    advice = "No debug setting of PyTorch detects this mistake."
+    if mistake is not wait:
+        advice = "With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment, PyTorch first compares "
+        advice += "collectives and shapes, which takes time, and reports which ranks differ."
+    common.print0(advice)
+    store.set(f"rank {rank} leaves", "")
+    if rank == 0:  # last, because without torchrun it hosts the store
+        store.wait([f"rank {r} leaves" for r in ranks], timedelta(seconds=args.timeout))
     os._exit(0)
 
 

@@ -3,6 +3,7 @@ pytorch_DTensor.py: placements, local shapes and what is sent."""
 
 import json
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -100,6 +101,15 @@ def test_mistakes_end_by_themselves(mistake):
         assert re.search(rf"rank {rank}   {words}", finished.stdout)
     advice = "TORCH_DISTRIBUTED_DEBUG=DETAIL" if mistake != "wait" else "No debug setting"
     assert finished.lines[-1].startswith(("With " * (mistake != "wait")) + advice)
+
+
+def test_the_rank_that_may_host_the_store_leaves_last(monkeypatch):
+    monkeypatch.setitem(script.MISTAKES, "wait", print)
+    monkeypatch.setattr(script, "dist", Mock(get_rank=int, get_world_size=lambda: 2))
+    monkeypatch.setattr(script.os, "_exit", print)
+    store = Mock()
+    script.show_mistake(Mock(mistake="wait", timeout=1), torch.device("cpu"), store)
+    assert store.mock_calls[-1][0] == "wait"
 
 
 DTENSORS = TABLES["dtensors"]
