@@ -60,6 +60,8 @@ for english, chinese in (WORDS["sentences"] | WORDS["phrases"]).items():
 # Blocks that may be on no English page: code of scripts, and what Chinese pages have until they
 # follow the English ones.
 OPTIONAL = ("diff-", "script-", "tested-", "next-")
+SOURCES = "a schematic is in website/schematics.yaml, an answer in report/answers/, other places"
+SOURCES += " of a lesson in report/lessons.json"
 
 
 def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
@@ -252,9 +254,9 @@ def add_exercises(root: Path, blocks: dict[str, str]) -> None:
 
 
 def schematics(root: Path) -> dict[str, str]:
-    """The picture of each technique that has one."""
-    images = root / "docs" / "images"
-    names = [row.name for row in OURS if (images / f"schematic-{row.name}.svg").is_file()]
+    """The picture of each technique that is described, also if it is not drawn yet."""
+    described = (root / "website" / "schematics.yaml").read_text()
+    names = [row.name for row in OURS if f"\n  {row.name}: |\n" in described]
     picture = "![Schematic: {0}](../images/schematic-{0}.svg)"
     return {f"schematic-{name}": picture.format(name) for name in names}
 
@@ -275,8 +277,10 @@ def fill(root: Path, path: Path, blocks: dict, found: set[str], chinese: bool) -
 
     def block(match: re.Match) -> str:
         name = match[1]
-        if name not in blocks or name in found or "<!-- " in match[2]:
-            raise Unusable(f"{path}: <!-- {name} --> is no table, has no end, or stands twice")
+        if name not in blocks:
+            raise Unusable(f"{path}: nothing is to be written at <!-- {name} -->; {SOURCES}")
+        if name in found or "<!-- " in match[2]:
+            raise Unusable(f"{path}: <!-- {name} --> has no end, or stands twice")
         found.add(name)
         lines = TO_FILES.sub(f"]({up}", blocks[name])
         lines = translate(path.parent, lines) if chinese else lines
