@@ -169,13 +169,14 @@ def parse_file_args(words: list[str]) -> tuple[Any, bool]:
     """The flags for a user's file, and whether --gpus is one of them."""
     parser = make_flags()
     given, others = parser.parse_known_args(words)
-    unset = argparse.Namespace(**dict.fromkeys(vars(given)))  # argparse sets no defaults here
-    named, _ = parser.parse_known_args(words, unset)
+    # argparse sets no defaults of what a namespace has
+    named, _ = parser.parse_known_args(words, argparse.Namespace(**dict.fromkeys(vars(given))))
     for name, value in vars(named).items():
         if name not in OF_A_FILE and value is not None:
             others.append("--from" if name == "measured" else spelled(name))
     if others:
-        fail(f"{others[0]} is for --model; a file has constants, such as BATCH, and its functions")
+        known = ", ".join(map(spelled, OF_A_FILE))
+        fail(f"{others[0]}: a file takes only {known}; the rest, such as BATCH, is in it")
     args = dataclasses.make_dataclass("Flags", vars(given), frozen=True)(**vars(given))
     return with_spare(args), named.gpus is not None
 

@@ -40,6 +40,8 @@ def predict(args, path: Path, gpus_are_given: bool) -> None:
         found = own_file.fullest(techniques.side_by_side(tasks, count_cores()))
     if found.error:
         print(found.error, end="", file=sys.stderr)
+        if "OSError: " in found.mistake or "FileNotFoundError: " in found.mistake:
+            print(f"its relative paths are looked up in {Path.cwd()}", file=sys.stderr)
         raise SystemExit(1)
     if found.mistake:
         fail(found.mistake)

@@ -143,10 +143,8 @@ def predict(module: ModuleType, ranks: int, has_half: bool = True, batch: int = 
     except trial.NEEDS_NUMBERS as error:
         found.mistake = f"{place_of(error)}{trial.why_numbers(error)}"
     except SystemExit as error:
-        lines = (
-            [str(error.code)] if isinstance(error.code, str) else complaint.getvalue().split("\n")
-        )
-        found.mistake = f"{found.name} ends with: {' '.join(lines)}"
+        said = error.code if isinstance(error.code, str) else complaint.getvalue()
+        found.mistake = f"{found.name} ends with: {' '.join(said.split())}"
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         found.mistake = place_of(error) + said
