@@ -5,6 +5,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 FOLDER = "model"  # of the Hub
 DATA = "text.txt"
 LENGTH = 1024  # tokens of a row
+LR = 2e-5  # of all weights of a pretrained model; LoRA takes ten times as much
 
 
 def make_model():  # without the dtype, a folder in bfloat16 would give a bfloat16 AdamW
