@@ -203,6 +203,8 @@ def contrastive(answer) -> Iterator[Finding]:
     yield compare("what gather() returns", gathered, constants, {why: others})
     why = "has no gradient: dist.all_gather has no backward, so write one"
     yield expect("what gather() returns", gathered.requires_grad, why)
+    if gathered.requires_grad:  # backward() is to be written before loss_of()
+        torch.autograd.grad((gathered**2).sum(), others)
     answer.loss_of(mine, others).backward()
     found = flat(p.grad for p in model.parameters())
     dist.all_reduce(found)
