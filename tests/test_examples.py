@@ -698,6 +698,7 @@ def test_your_own_model(name, kind, plain, hub, image_folder, tmp_path):
     expected, folder = plain(own, code, tuple(changes.items()))
     for n, kill in ((2, 13), (1, 0)):
         found = run(name, n, tmp_path, f"{ROWS[name].code}\n{code}", own, kill, SAME | changes)
+        assert best(tmp_path).keys() == best(folder).keys()
     assert found[16] == pytest.approx(expected[16], 1e-6)
     assert distance(best(tmp_path), best(folder)) < 1e-6
     assert {weight.dtype for weight in best(tmp_path).values()} == {torch.float64}  # not bfloat16

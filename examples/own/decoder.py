@@ -31,5 +31,7 @@ def forward(model, batch):  # with a cache, recomputed layers would get every ke
 
 
 def export(model, weights):
+    if model.config.tie_word_embeddings:  # one tensor, which FSDP gathers under both of its names
+        weights.pop("lm_head.weight", None)
     model.save_pretrained(f"{OUT}/best", state_dict=weights)
     AutoTokenizer.from_pretrained(FOLDER).save_pretrained(f"{OUT}/best")
