@@ -261,6 +261,8 @@ def is_done(values):  # of all evaluations so far: whether training ends before 
 
 
 def export(model, weights):
+    if model.config.tie_word_embeddings:  # one tensor, which FSDP gathers under both of its names
+        weights.pop("lm_head.weight", None)
     model.save_pretrained(f"{OUT}/best", state_dict=weights)
     AutoTokenizer.from_pretrained(FOLDER).save_pretrained(f"{OUT}/best")
 
