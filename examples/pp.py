@@ -142,16 +142,13 @@ class Stage(nn.Module):
             return forward(self.model, part)
 
 
-def make_stage(model, rank, world, device, sample):
+def check_stages(model, world, sample):  # every trained parameter is of one stage
     modules = dict(model.named_modules())
     for name in NAMES:
         if name not in modules:
             raise SystemExit(f"the model has no {name}: stages are made of {', '.join(NAMES)}")
     if INPUT not in sample:
         raise SystemExit(f"a batch has no {INPUT!r}: INPUT is one of {', '.join(sample)}")
-    layers = len(model.model.layers)
-    embedding = model.model.embed_tokens
-    head = model.lm_head
     parts = tuple(f"{name}." for name in NAMES)
     seen = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -159,11 +156,18 @@ def make_stage(model, rank, world, device, sample):
         if parameter.requires_grad and not is_of_one:
             raise SystemExit(f"{name} is not trained by one stage alone: untie it, or freeze it")
         seen.add(parameter)
+    layers = len(model.model.layers)
     if world > min(layers, MICRO) or BATCH % MICRO:
         raise SystemExit(
             f"{layers} layers and {BATCH} rows in {MICRO} micro-batches on {world} ranks: "
             "use at most as many ranks as layers and as micro-batches, and a multiple of these rows"
         )
+
+
+def make_stage(model, rank, world, device, sample):
+    check_stages(model, world, sample)
+    embedding = model.model.embed_tokens
+    head = model.lm_head
     with torch.device("meta"):  # without them, the first step would draw dropout twice
         ids = torch.empty(BATCH // MICRO, *sample[INPUT].shape[1:], dtype=sample[INPUT].dtype)
         options = {"dtype": torch.float32, "requires_grad": True}  # as forward() returns
