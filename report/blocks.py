@@ -47,7 +47,7 @@ def footer(found: dict, name: str, machine: str, entries: Collection, runs: str 
     """
     origins = Counter(entry.get("from", origin(found, machine)) for entry in entries)
     lines = (
-        [f"{line} ({n} rows)" for line, n in origins.items()] if len(origins) > 1 else [*origins]
+        [f"{line} (rows: {n})" for line, n in origins.items()] if len(origins) > 1 else [*origins]
     )
     link = f"[results/{name}.json](results/{name}.json)"
     parts = [*lines, runs, f"`python benchmark.py --suite {name}`", link]

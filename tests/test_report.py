@@ -68,7 +68,7 @@ def test_a_line_says_where_figures_are_from():
     found["rows"][0]["from"] = "an old machine"
     n = len(found["rows"]) - 1
     drawn = suites.suite_table(found, "gpt")
-    assert "an old machine (1 rows)" in drawn and f"{found['git_commit'][:9]} ({n} rows)" in drawn
+    assert "an old machine (rows: 1)" in drawn and f"{found['git_commit'][:9]} (rows: {n})" in drawn
 
 
 @pytest.mark.parametrize("chinese", [False, True])
