@@ -436,6 +436,8 @@ def freezes(one):
 )
 def test_what_is_frozen_is_left_alone(one, run_once):
     """By hooks, reductions, norms and optimizers, on every rank: as in the single process."""
+    if one.model == "images" and torch.__version__ < "2.14":
+        pytest.skip("backward of a GroupNorm on a CPU crashes, if its input needs no gradient")
     job = one.job.replace(one.steps, "--max-steps 2" + " --double" * (not one.rounds))
     if loads_what_is_frozen(one):
         job += f" --weights {single(one, run_once)}/model.pt"
