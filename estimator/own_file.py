@@ -305,6 +305,10 @@ class Rehearsal:
 
     def report(self, found: Found) -> None:
         """Complete the prediction."""
+        if not self.step:
+            found.mistake = f"{found.name}: main() has no step: it takes no batch of make_data()'s "
+            found.mistake += "training set from a DataLoader"
+            return
         live = self.live
         found.at, alive = live.at_peak(self.on_host)
         found.kinds = dict.fromkeys(live.KINDS, 0)

@@ -129,6 +129,7 @@ WRONG = {  # what is said, and what is wrong
     ],
     "mine.py:[0-9]+: the shape of a result depends on": [("x = block(x)", "x = x[x > 0]")],
     "mine.py ends with: 70 samples": [("BATCH = 64", "BATCH = 1")],
+    "mine.py: main[(][)] has no step": [("enumerate(train_loader, start + 1)", "()")],
 }
 
 
