@@ -338,7 +338,7 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
     tables.print_scale(args, flags, about, (fast, slow), shares)
     tables.print_speeds(speeds if tokens else {})
     if args.plot:
-        unit = f"% of a step that waits ({tables.describe(args, flags)})"
+        unit = f"% of a step that waits ({tables.describe(flags)})"
         key = {"--": "with the best overlap"}
         draw.draw(args.plot, draw.percent_by_ranks(unit, tables.waits_by_ranks(shares), RANKS, key))
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ COLUMNS = {  # of a table: the kinds of memory in each
 }
 
 
-def describe(args, flags: list[str]) -> str:
+def describe(flags: list[str]) -> str:
     return " ".join(flags).removeprefix("--model ")
 
 
@@ -72,7 +73,7 @@ def print_table(args, flags: list[str], predictions) -> list:
     shares = max(found.technique.shares for found in shown)
     each, left = divmod(args.batch_size, shares)
     each = f" = {shares} x {each}" if shares > 1 and not left else ""
-    print(f"{describe(args, flags)}, {inputs_of(shown)}global batch {args.batch_size}{each}:")
+    print(f"{describe(flags)}, {inputs_of(shown)}global batch {args.batch_size}{each}:")
     print("predicted peak per GPU in GiB (M: MiB), and MB that it sends per step;")
     print(f"{optimizer_of(flags)}, in float32 where neither the row nor a flag has a --dtype\n")
     rows = [cells_of(args, found) for found in shown]
@@ -110,7 +111,8 @@ def print_notes(shown: list) -> None:
         print("\nLocalSGD sends in one of several steps; the predicted step is another one.")
     if any(found.most for found in shown):
         print("\nEP: if all experts get equally many tokens, and if one rank's get all of them.")
-    ddp = next((found for found in shown if found.kinds and "DDP" in found.technique.name), None)
+    of_pytorch = re.compile("DDP(?!_by_hand)")
+    ddp = next((one for one in shown if one.kinds and of_pytorch.search(one.technique.name)), None)
     size = size_of(ddp.kinds["gradients"] or ddp.kinds["parameters"]) if ddp else "0"
     if size != "0":
         size = f"{size[:-1]} MiB" if size.endswith("M") else f"{size} GiB"
@@ -159,7 +161,7 @@ def print_ways(args, flags: list[str], found: list, at: str, speeds: list[list[f
     """Print each combination in a few lines, with its command; and with the speed of each that has
     one, ``at`` an MFU, if these are known."""
     print(
-        f"{describe(args, flags)}, global batch {args.batch_size}, GPUs: {args.gpus} of "
+        f"{describe(flags)}, global batch {args.batch_size}, GPUs: {args.gpus} of "
         f"{args.memory:g} GiB, {args.spare:.2g} reserved:"
     )
     print("least recomputation, idle time and communication that compute does not hide first;")
@@ -201,7 +203,7 @@ def in_words(size: int) -> str:
 def print_fit(args, flags: list[str], predictions) -> list:
     shown = list(predictions)
     where = f"{inputs_of(shown)}{args.gpus} GPUs of {args.memory:.1f} GiB"
-    print(f"{describe(args, flags)}, {where}: the largest global batch\n")
+    print(f"{describe(flags)}, {where}: the largest global batch\n")
     print(f"{'':{NAME}}{'GPUs':>6}{'batch':>12}{'peak GiB':>12}")
     for found in shown:
         figures = f"{found.batch_size or 'none':>12}{found.peak / GIB:>12.2f}"
@@ -372,7 +374,7 @@ def print_scale(args, flags: list[str], about: str, compute: tuple, shares: dict
     in seconds, shortest and longest."""
     times = " to ".join(f"{1e3 * seconds:.3g}" for seconds in dict.fromkeys(compute))
     print(
-        f"{describe(args, flags)}, {about}: % of a step that a rank waits for\ncommunication, "
+        f"{describe(flags)}, {about}: % of a step that a rank waits for\ncommunication, "
         f"with the best overlap with {times} ms of compute and with no overlap\n"
     )
     ranks = next(iter(shares.values()))

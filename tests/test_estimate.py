@@ -191,9 +191,9 @@ def test_what_a_table_says():
     assert heads.split() == "GPUs peak weights grads optim activ input temp fits".split()
     assert len(rows) == 2 and re.search(r"  1 +0\.\d\d +\d+M .* yes$", rows[0])
     assert fits.startswith("fits 79.1 GiB with 5.5 GiB reserved: SingleGPU, auto_mixed_precision")
-    found = estimate(f"{TEXT} --gpus 2 --only torchrun_DDP,FSDP --memory 24").stdout
-    [ddp] = re.findall(r"plain DDP\(model\) [^.]*\.", found)
-    assert "twice, which is" in ddp
+    for only, notes in (("DDP_by_hand", 0), ("torchrun_DDP,FSDP", 1)):
+        text = estimate(f"{TEXT} --gpus 2 --only {only}").stdout
+        assert len(re.findall(r"plain DDP\(model\) holds its gradients\ntwice, wh", text)) == notes
 
 
 @pytest.mark.full
