@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import re
 import sys
+import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -45,6 +46,19 @@ class Part:
     def is_root(self) -> bool:
         """Whether it runs, or is the docstring."""
         return not self.names
+
+
+def read(path: Path) -> str:
+    """The text of the user's file; the process ends with one line if it is not Python."""
+    try:
+        with tokenize.open(path) as file:
+            text = file.read()
+        ast.parse(text)
+    except SyntaxError as error:
+        fail(f"{path}:{error.lineno or 1}: {error.msg}")
+    except ValueError as error:
+        fail(f"{path} cannot be read ({error}); save it as UTF-8")
+    return text
 
 
 def parts_of(text: str) -> list[Part]:
@@ -168,7 +182,7 @@ def init(path: Path, example: Path, own: Path | None) -> str:
     if own and not own.is_file():
         fail(f"--own {own}: no such file")
     text = example.read_text(encoding="utf-8")
-    other = own.read_text(encoding="utf-8-sig") if own else ""
+    other = read(own) if own else ""
     path.write_text(compose(text, other, path.stem, example.stem), encoding="utf-8")
     if lacks_layers(text, other):
         return f"{own} has no layers_of: check the one that was written, for the largest list"

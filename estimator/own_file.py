@@ -22,7 +22,7 @@ import torch
 from torch.optim import optimizer as hooks
 from torch.utils import _pytree as pytree
 
-from estimator import fakes, own_stand_ins, trial
+from estimator import compose, fakes, own_stand_ins, trial
 from estimator.live_bytes import LiveBytes
 from estimator.places import Place, own_traceback, place_of
 from estimator.sent import Message
@@ -45,10 +45,7 @@ def load(path: Path, folder: Path | None = None) -> ModuleType:
     use = "copy a file of examples/ and replace its functions (docs/your_own_model.md)"
     if not path.is_file():
         fail(f"{path}: no such file; {use}")
-    try:
-        nodes = ast.parse(path.read_bytes(), str(path)).body
-    except SyntaxError as error:
-        fail(f"{path}:{error.lineno}: {error.msg}")
+    nodes = ast.parse(compose.read(path)).body
     names = [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
     if missing := [name for name in NEEDS if name not in names]:
         fail(f"{path} has no function {missing[0]}; {use}")

@@ -31,7 +31,7 @@ def names_for(gpus: int) -> Iterator[str]:
 
 def tasks_of(own: Path, examples: Path, gpus: int, has_half: bool) -> list[Callable]:
     """A prediction of each file: :class:`Found`, whose name is that of the example."""
-    text = own.read_text(encoding="utf-8-sig")
+    text = compose.read(own)
     paths = [examples / f"{name}.py" for name in names_for(gpus)]
     task = partial(predict, text=text, own=own, gpus=gpus, has_half=has_half)
     last = [partial(task, path, rank=gpus - 1) for path in paths if path.stem == "pp"]

@@ -128,6 +128,7 @@ WRONG = {  # what is said, and what is wrong
         ("        x = self.first(x) + y", "        if x.sum() > 0:\n            x = self.first(x)")
     ],
     "mine.py:[0-9]+: the shape of a result depends on": [("x = block(x)", "x = x[x > 0]")],
+    "mine.py cannot be read .*; save it as UTF-8": [('"""', '# coding: ascii é\n"""')],
     "mine.py ends with: 70 samples": [("BATCH = 64", "BATCH = 1")],
     "mine.py: main[(][)] has no step": [("enumerate(train_loader, start + 1)", "()")],
 }
@@ -179,6 +180,9 @@ def test_an_example_gets_what_belongs_to_the_functions(tmp_path):
         command = f"init {tmp_path}/{name}.py --from {example} --own {tmp_path}/{given}.py"
         estimate(command)
         assert "exists; give a new name" in estimate(command, code=2).refusal
+    (tmp_path / "own.py").write_bytes(b"\n\nWORD = 'caf\xe9'")
+    failed = estimate(f"init {tmp_path}/mine.py --from ddp --own {tmp_path}/own.py", code=2)
+    assert failed.refusal.endswith("save it as UTF-8")
     text = (tmp_path / "my_fsdp.py").read_text()
     assert text == compose(EXAMPLES["fsdp"], OWN, "my_fsdp", "fsdp")
     for words in ("import functools\n", "class Wide(", "@functools.cache\ndef samples()"):
