@@ -20,6 +20,8 @@ def layers_of(model):  # the blocks: of the list with the most parameters
     sizes = [sum(p.numel() for p in part.parameters()) for part in lists]
     return list(lists[sizes.index(max(sizes))]) if lists else []
 """
+# Functions of the user's model, and what is written if the user has none
+OF_THE_MODEL = {"layers_of": "for the largest list", "head_of": "for the example's model"}
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
 
@@ -104,7 +106,7 @@ def compose(example: str, own: str, name: str, example_name: str) -> str:
     Args:
         name: of the new file, without .py; ``example_name`` likewise.
     """
-    if lacks_layers(example, own):
+    if lacks("layers_of", example, own):
         own += LAYERS
     theirs = parts_of(example)
     ours = parts_of(own)
@@ -146,9 +148,9 @@ def compose(example: str, own: str, name: str, example_name: str) -> str:
     return write(merged, new, name, example_name)
 
 
-def lacks_layers(example: str, own: str) -> bool:
-    """Whether the example needs a ``layers_of`` that the functions do not have."""
-    return bool(own) and "def layers_of(" in example and "def layers_of(" not in own
+def lacks(name: str, example: str, own: str) -> bool:
+    """Whether the example needs a function of the model that the user's file does not have."""
+    return bool(own) and f"def {name}(" in example and f"def {name}(" not in own
 
 
 def write(parts: list[Part], new: list[Part], name: str, example_name: str) -> str:
@@ -184,6 +186,8 @@ def init(path: Path, example: Path, own: Path | None) -> str:
     text = example.read_text(encoding="utf-8")
     other = read(own) if own else ""
     path.write_text(compose(text, other, path.stem, example.stem), encoding="utf-8")
-    if lacks_layers(text, other):
-        return f"{own} has no layers_of: check the one that was written, for the largest list"
-    return ""
+    missing = [name for name in OF_THE_MODEL if lacks(name, text, other)]
+    return "\n".join(
+        f"{own} has no {name}: check the one that was written, {OF_THE_MODEL[name]}"
+        for name in missing
+    )

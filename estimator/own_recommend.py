@@ -54,6 +54,8 @@ def predict(example: Path, text: str, own: Path, gpus: int, has_half: bool, rank
             ranks = gpus if own_file.is_launched(module) else 0
             found = own_file.predict(module, ranks, has_half, rank=rank)
         mistake = found.mistake.removeprefix("estimate: error: ").replace(f"{folder}/", "")
+        if mistake and compose.lacks("head_of", other, text):
+            mistake = f"needs head_of(model) in {own.name}: the layer that computes the logits"
         return dataclasses.replace(found, name=example.stem, mistake=mistake)
 
 

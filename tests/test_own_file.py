@@ -175,10 +175,12 @@ def test_an_example_without_anything_of_ones_own_is_itself(name):
 def test_an_example_gets_what_belongs_to_the_functions(tmp_path):
     """Also from another example that has them; what only the example's functions needed goes."""
     (tmp_path / "own.py").write_text(OWN, "utf-8-sig")
-    for given, name in (("own", "my_zero"), ("my_zero", "my_fsdp")):
+    names = [("own", "my_zero"), ("my_zero", "my_fsdp"), ("my_zero", "my_chunked_loss")]
+    for given, name in names:
         example = name.removeprefix("my_")
         command = f"init {tmp_path}/{name}.py --from {example} --own {tmp_path}/{given}.py"
-        estimate(command)
+        said = estimate(command).stdout
+        assert ("has no head_of" in said) == ("chunked" in name)
         assert "exists; give a new name" in estimate(command, code=2).refusal
     (tmp_path / "own.py").write_bytes(b"\n\nWORD = 'caf\xe9'")
     failed = estimate(f"init {tmp_path}/mine.py --from ddp --own {tmp_path}/own.py", code=2)
@@ -199,3 +201,4 @@ def test_the_other_examples_are_recommended(mine):
     assert {"ddp", "zero", "fsdp", "fsdp_checkpointing", "offload"} <= {*names}
     assert names.index("ddp") < names.index("fsdp_checkpointing") < names.index("offload")
     assert f"init my_fsdp.py --from fsdp --own {mine('ddp')}" in text
+    assert "\nchunked_loss: needs head_of(model) in mine.py" in text
