@@ -29,7 +29,7 @@ def predict(args, path: Path, gpus_are_given: bool) -> None:
     if not own_file.is_launched(module):
         if gpus_are_given and ranks > 1:
             fail(f"{path} trains on one GPU, not on --gpus {ranks}; write a file of several: "
-                 f"python estimate.py init my_ddp.py --from ddp --own {path}")  # fmt: skip
+                 f"python {sys.argv[0]} init my_ddp.py --from ddp --own {path}")  # fmt: skip
         ranks = 0
     one = partial(own_file.predict, module, ranks, has_half(args.memory))
     some = own_file.ranks_of(module, ranks)
@@ -75,6 +75,6 @@ def init(words: list[str], examples: Path) -> None:
     if args.example not in names:
         fail(f"--from {args.example}: no such file of examples/; use one of {listed}")
     note = compose.init(args.file, examples / f"{args.example}.py", args.own)
-    print(f"wrote {args.file}; predict its memory: python estimate.py {args.file} --gpus 8")
+    print(f"wrote {args.file}; predict its memory: python {sys.argv[0]} {args.file} --gpus 8")
     if note:
         print(note)

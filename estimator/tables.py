@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -362,7 +363,7 @@ def print_files(args, path, good: list, others: list) -> None:
         costs += [f"{in_words(one.host)} of CPU memory"]
         print(f"\n{number}. {one.name}: {', '.join(costs)}")
         to = f"my_{one.name}.py"
-        write = f"python estimate.py init {to} --from {one.name} --own {path}"
+        write = f"python {sys.argv[0]} init {to} --from {one.name} --own {path}"
         print(f"   {to + ' is there' if Path(to).exists() else write}")
     print()
     for one in others:

@@ -179,7 +179,8 @@ def test_an_example_gets_what_belongs_to_the_functions(tmp_path):
     for given, name in names:
         example = name.removeprefix("my_")
         command = f"init {tmp_path}/{name}.py --from {example} --own {tmp_path}/{given}.py"
-        said = estimate(command).stdout
+        said = succeed(f"python {ROOT}/estimate.py {command}", forked=True).stdout
+        assert f": python {ROOT}/estimate.py {tmp_path}/{name}.py" in said
         assert ("has no head_of" in said) == ("chunked" in name)
         assert "exists; give a new name" in estimate(command, code=2).refusal
     (tmp_path / "own.py").write_bytes(b"\n\nWORD = 'caf\xe9'")
