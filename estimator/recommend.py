@@ -328,6 +328,8 @@ def predict(job: Job, ways: list[Way], at_once: int) -> Iterator[Prediction]:
     for found in techniques.predict_all(ways, one, job.batch_size, job.size.layers, at_once):
         if found.error:
             raise RuntimeError(found.error)
+        if "(--help lists" in found.mistake:  # the script has no such flag, with any combination
+            fail(found.mistake)
         yield found
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import HOOKED, ROOT, cases, launch, launcher, succeed
+from conftest import HOOKED, ROOT, cases, launch, launcher, refused, succeed
 from test_mistakes import PREDICTED
 
 from estimate import gpu_of, job_of, parse_args
@@ -39,11 +39,8 @@ RUNS = [(*row, "") for row in RUNS]
 RUNS += [("pytorch_EP", 2, TEXT, 0), ("pytorch_EP", 2, TEXT, 1)]
 RUNS += [("pytorch_EP --balance bias", 4, TEXT, 0)]
 RUNS += [("pytorch_EP --ep 2 --top-k 2", 4, TEXT, step) for step in (0, 1)]
-USUAL = [  # DDP of images; others of the text
-    ("pytorch_EP", 2, TEXT, 0),
-    ("pytorch_torchrun_DDP", 2, IMAGES, ""),
-    ("pytorch_FSDP", 2, TEXT, ""),
-]
+USUAL = [("pytorch_EP", 2, TEXT, 0), ("pytorch_FSDP", 2, TEXT, "")]
+USUAL += [("pytorch_torchrun_DDP", 2, IMAGES, "")]
 
 
 def live_bytes(start, script, flags, folder, fake_ranks="", hooks=""):
@@ -124,9 +121,8 @@ def test_every_technique_has_a_row_or_a_reason():
     for row in TECHNIQUES:
         estimated = any("estimated" in case.traits for case in row.cases)
         assert estimated != bool(row.unpredicted), row.name
-    alone, four, sixteen = (
-        {one.name.split()[0] for one in techniques.techniques_for(n, True)} for n in (1, 4, 16)
-    )
+    rows = [techniques.techniques_for(n, True) for n in (1, 4, 16)]
+    alone, four, sixteen = ({one.name.split()[0] for one in some} for some in rows)
     predicted = {row.name for row in TECHNIQUES if not row.unpredicted}
     assert sixteen == predicted and four == predicted - {"HSDP"}
     assert {"SingleGPU", "FSDP_offload", "DeepSpeed"} < alone and not alone & {"FSDP", "TP", "DP"}
@@ -413,6 +409,14 @@ def test_a_large_model_is_predicted_by_two_small_ones(only):
 def job_for(words):
     args, flags = parse_args([*words.split(), "--recommend"])
     return args, job_of(args, flags)
+
+
+def test_an_unknown_flag_is_not_tried_with_other_meshes(monkeypatch):
+    one = techniques.Prediction(None, 8, mistake="unrecognized: --dtpe (--help lists the flags)")
+    monkeypatch.setattr(techniques, "predict_all", lambda *_: [one])
+    _, job = job_for("--model gpt2 --memory 24")
+    with refused("--dtpe"):
+        next(recommend.predict(job, [], 1))
 
 
 def cost(ranks, **dimensions):
