@@ -69,18 +69,15 @@ def parts_of(text: str) -> list[Part]:
     begin = 0
     for node in ast.parse(text).body:
         written = "\n".join(lines[begin : node.end_lineno]).strip("\n")
-        uses = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+        used = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
+        names = set()
         if isinstance(node, DEFINITIONS):
             names = {node.name}
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names = {(one.asname or one.name).partition(".")[0] for one in node.names}
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            names = {
-                one.id for one in ast.walk(node) if isinstance(getattr(one, "ctx", 0), ast.Store)
-            }
-        else:
-            names = set()
-        found.append(Part(node, written, names, uses - names))
+            names = {one.id for one in used if isinstance(one.ctx, ast.Store)}
+        found.append(Part(node, written, names, {one.id for one in used} - names))
         begin = node.end_lineno
     return found
 
@@ -111,9 +108,8 @@ def compose(example: str, own: str, name: str, example_name: str) -> str:
     theirs = parts_of(example)
     ours = parts_of(own)
     is_whole = any("main" in part.names for part in ours)
-    functions = {
-        one for part in ours for one in part.names if isinstance(part.node, ast.FunctionDef)
-    }
+    defined = [part for part in ours if isinstance(part.node, ast.FunctionDef)]
+    functions = {one for part in defined for one in part.names}
     known = {one for part in theirs for one in part.names}
     functions &= set(FUNCTIONS) if is_whole else known | set(FUNCTIONS)
     kept = reached(theirs, ["main"], without=functions) & known
@@ -165,9 +161,8 @@ def write(parts: list[Part], new: list[Part], name: str, example_name: str) -> s
     docstring, *rest = rest
     first = next(i for i, part in enumerate(rest) if isinstance(part.node, DEFINITIONS))
     blocks = [docstring.text.replace(f"{example_name}.py", f"{name}.py")]
-    for some in (standard, others):
+    for some in (standard, others, [*rest[:first], *constants]):
         blocks.append("\n" + "\n".join(part.text for part in some))
-    blocks.append("\n" + "\n".join(part.text for part in [*rest[:first], *constants]))
     blocks += [f"\n\n{part.text}" for part in [*defined, *rest[first:]]]
     text = "\n".join(blocks) + "\n"
     if name == example_name:
@@ -175,7 +170,7 @@ def write(parts: list[Part], new: list[Part], name: str, example_name: str) -> s
     return re.sub(r'^OUT = "[^"]*"', f'OUT = "runs/{name}"', text, flags=re.M)
 
 
-def init(path: Path, example: Path, own: Path | None) -> str:
+def init(path: Path, example: Path, own: Path | None) -> list[str]:
     """Write the file ``path``, which must not exist. Returns what the user has to look at."""
     if path.exists():
         fail(f"{path} exists; give a new name")
@@ -187,7 +182,5 @@ def init(path: Path, example: Path, own: Path | None) -> str:
     other = read(own) if own else ""
     path.write_text(compose(text, other, path.stem, example.stem), encoding="utf-8")
     missing = [name for name in OF_THE_MODEL if lacks(name, text, other)]
-    return "\n".join(
-        f"{own} has no {name}: check the one that was written, {OF_THE_MODEL[name]}"
-        for name in missing
-    )
+    check = "check the one that was written"
+    return [f"{own} has no {name}: {check}, {OF_THE_MODEL[name]}" for name in missing]

@@ -74,7 +74,7 @@ def init(words: list[str], examples: Path) -> None:
     args = parser.parse_args(words)
     if args.example not in names:
         fail(f"--from {args.example}: no such file of examples/; use one of {listed}")
-    note = compose.init(args.file, examples / f"{args.example}.py", args.own)
+    notes = compose.init(args.file, examples / f"{args.example}.py", args.own)
     print(f"wrote {args.file}; predict its memory: python {sys.argv[0]} {args.file} --gpus 8")
-    if note:
+    for note in notes:
         print(note)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -32,8 +32,6 @@ STEPS = 2
 SAMPLES = 16  # that are read for a batch, at most; it gets the size of the whole batch
 MACHINE = 8  # GPUs
 NEEDS = ("make_model", "make_data", "forward", "loss_of", "main")
-REPLACED = (*NEEDS[:-1], "layers_of", "collate", "order", "groups_of", "is_done", "export")
-STATE = ("parameters", "gradients", "optimizer", "update")  # on the host with CPUOffloadPolicy
 
 
 # ---------------------------------------------------------------------------------- the file
@@ -166,7 +164,7 @@ class Rehearsal:
         self.has_half = has_half
         self.repeats = repeats
         self.numbers = fakes.KnownNumbers()
-        self.stand_ins: list[str] = []  # that were used
+        self.stand_ins: dict[str, bool] = {}  # that were used
         self.model = lambda: None  # a weak reference
         self.eval_set = None
         self.step = 0
@@ -190,8 +188,7 @@ class Rehearsal:
         hooks.register_optimizer_step_post_hook(self.after_update)
         numbers = self.numbers if self.is_fake else contextlib.nullcontext()
         with tempfile.TemporaryDirectory() as folder:
-            for name, value in {"OUT": folder, "STEPS": STEPS, "EVERY": STEPS}.items():
-                setattr(self.module, name, value)
+            vars(self.module).update(OUT=folder, STEPS=STEPS, EVERY=STEPS)
             with trial.counting(self.live, ranks, numbers):
                 self.module.main()
 
@@ -260,9 +257,7 @@ class Rehearsal:
             batch = pytree.tree_map_only(torch.Tensor, copy, batch)
             self.live.kind = "activations"
             if is_training and not self.inputs:
-                shapes = {name: tensor for name, tensor in named(batch) if torch.is_tensor(tensor)}
-                said = [f"{name} {in_brackets(tensor)}" for name, tensor in shapes.items()]
-                self.inputs = ", ".join(said)
+                self.inputs = ", ".join(shapes_of(batch))
             yield batch
             del batch
 
@@ -324,7 +319,7 @@ class Rehearsal:
             found.host_at = "while make_model() runs"
         found.messages = live.messages[: self.sent]
         found.inputs = self.inputs
-        found.stand_ins = self.stand_ins
+        found.stand_ins = [*self.stand_ins]
 
 
 def lines_of(live: LiveBytes, alive: dict[int, int]) -> list[Line]:
@@ -350,14 +345,13 @@ def repeated(samples, n: int) -> torch.utils.data.Subset:
     return torch.utils.data.Subset(samples, [i % len(samples) for i in range(n)])
 
 
-def named(batch) -> Iterable[tuple[str, object]]:
-    if isinstance(batch, dict):
-        return batch.items()
-    return ((f"[{i}]", value) for i, value in enumerate(pytree.tree_leaves(batch)))
-
-
-def in_brackets(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def shapes_of(batch) -> Iterator[str]:
+    """Name, shape and dtype of each tensor."""
+    if not isinstance(batch, dict):
+        batch = {f"[{i}]": value for i, value in enumerate(pytree.tree_leaves(batch))}
+    for name, value in batch.items():
+        if torch.is_tensor(value):
+            yield f"{name} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
 
 def without_data(module: torch.nn.Module) -> None:

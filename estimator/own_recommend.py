@@ -43,10 +43,11 @@ def predict(example: Path, text: str, own: Path, gpus: int, has_half: bool, rank
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"my_{example.stem}.py")
         other = example.read_text(encoding="utf-8")
-        path.write_text(compose.compose(other, text, path.stem, example.stem), encoding="utf-8")
         complaint = io.StringIO()
         try:
             with contextlib.redirect_stderr(complaint):
+                mixed = compose.compose(other, text, path.stem, example.stem)
+                path.write_text(mixed, encoding="utf-8")
                 module = own_file.load(path, own.absolute().parent)
         except SystemExit:
             found = Found(example.stem, gpus, 0, mistake=complaint.getvalue().strip())

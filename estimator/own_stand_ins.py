@@ -178,7 +178,7 @@ def opener(run):
         there = not isinstance(path, (str, os.PathLike)) or Path(path).exists()
         if there or set(mode) & set("wax+"):
             return builtins.open(path, mode, *args, **kwargs)
-        run.stand_ins.append(f"{path}: a text")
+        run.stand_ins[f"{path}: a text"] = True
         rows = 4 * run.module.BATCH + 4
         text = WORDS * (4 * getattr(run.module, "LENGTH", 1024) * rows // len(WORDS))
         if Path(path).suffix == ".jsonl":
@@ -198,17 +198,14 @@ def stand_in_for_images(run) -> None:
         if Path(root).is_dir():
             return begin(data, root, *args, **kwargs)
         n = getattr(run.module, "CLASSES", CLASSES)
-        names = [f"class{i}" for i in range(n)]
-        run.stand_ins.append(f"{root}: images of {n} classes")
+        run.stand_ins[f"{root}: images of {n} classes"] = True
         torchvision_names = ("loader", "extensions", "transform", "target_transform")
         given = dict(zip(torchvision_names, args, strict=False)) | kwargs
-        folder.VisionDataset.__init__(
-            data, root, transform=given.get("transform"),
-            target_transform=given.get("target_transform"),
-        )  # fmt: skip
+        transforms = {name: given.get(name) for name in ("transform", "target_transform")}
+        folder.VisionDataset.__init__(data, root, **transforms)
         data.loader = lambda path: Image.new("RGB", (500, 400))
-        data.classes = names
-        data.class_to_idx = {name: i for i, name in enumerate(names)}
+        data.classes = [f"class{i}" for i in range(n)]
+        data.class_to_idx = {name: i for i, name in enumerate(data.classes)}
         data.samples = [(f"{root}/{i}.jpg", i % n) for i in range(4 * run.module.BATCH)]
         data.imgs = data.samples
         data.targets = [label for _, label in data.samples]
@@ -237,8 +234,7 @@ def stand_in_for_the_hub(run) -> None:
         if dtype == "auto":
             dtype = config.dtype or torch.float32
         model = kind._from_config(config, dtype=dtype)
-        note = f"{folder}: weights are not read"
-        run.stand_ins += [] if note in run.stand_ins else [note]
+        run.stand_ins[f"{folder}: weights are not read"] = True
         return model.eval()
 
     def tokenizer(folder, *args, **kwargs):
@@ -247,8 +243,7 @@ def stand_in_for_the_hub(run) -> None:
                 found = made(folder, *args, **kwargs)
                 if found(WORDS)["input_ids"]:  # not so of a Qwen without its files
                     return found
-            note = f"{folder}: a tokenizer with a token for each byte"
-            run.stand_ins += [] if note in run.stand_ins else [note]
+            run.stand_ins[f"{folder}: a tokenizer with a token for each byte"] = True
             return make_tokenizer()
 
     transformers.PreTrainedModel.from_pretrained = classmethod(from_config)

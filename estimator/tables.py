@@ -112,9 +112,8 @@ def print_notes(shown: list) -> None:
         print("\nLocalSGD sends in one of several steps; the predicted step is another one.")
     if any(found.most for found in shown):
         print("\nEP: if all experts get equally many tokens, and if one rank's get all of them.")
-    of_pytorch = re.compile("DDP(?!_by_hand)")
-    ddp = next((one for one in shown if one.kinds and of_pytorch.search(one.technique.name)), None)
-    size = size_of(ddp.kinds["gradients"] or ddp.kinds["parameters"]) if ddp else "0"
+    ddp = [one for one in shown if one.kinds and re.search("DDP(?!_by)", one.technique.name)]
+    size = size_of(ddp[0].kinds["gradients"] or ddp[0].kinds["parameters"]) if ddp else "0"
     if size != "0":
         size = f"{size[:-1]} MiB" if size.endswith("M") else f"{size} GiB"
         print("\nDDP's rows have gradient_as_bucket_view=True: a plain DDP(model) holds its "
@@ -293,9 +292,8 @@ def print_file(args, found) -> None:
     for line in found.lines[:LINES]:
         print(f"\n{in_words(line.size):>10}  {line.place}  {line.place.text}"[: WIDTH + 1])
         print(f"{'':12}{largest_of(line)}"[:WIDTH])
-    notes = [f"{note};" for note in found.stand_ins]
-    if notes:
-        print(f"\nStand-ins: {' '.join(notes)[:-1]}")
+    if found.stand_ins:
+        print(f"\nStand-ins: {'; '.join(found.stand_ins)}")
 
 
 def largest_of(line) -> str:
@@ -359,9 +357,8 @@ def print_files(args, path, good: list, others: list) -> None:
     print(f"{path.name} as other files of examples/, on {room}:")
     print("what divides only the batch first, then what recomputes, splits or offloads; per GPU")
     for number, one in enumerate(good, 1):
-        costs = [f"peak {in_words(one.peak)}", f"sends {in_bytes(one.sent)} per step"]
-        costs += [f"{in_words(one.host)} of CPU memory"]
-        print(f"\n{number}. {one.name}: {', '.join(costs)}")
+        costs = f"sends {in_bytes(one.sent)} per step, {in_words(one.host)} of CPU memory"
+        print(f"\n{number}. {one.name}: peak {in_words(one.peak)}, {costs}")
         to = f"my_{one.name}.py"
         write = f"python {sys.argv[0]} init {to} --from {one.name} --own {path}"
         print(f"   {to + ' is there' if Path(to).exists() else write}")

@@ -109,8 +109,7 @@ class Job:
         rows = torch.zeros(n, *self.args.row, dtype=torch.int64)
         return rows, torch.zeros(shape, dtype=torch.int64)
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return TaskData.loss(self, logits, labels)
+    loss = TaskData.loss
 
     def prepare_evaluation(self, n: int, device, dtype) -> tuple[Tensor, Tensor]:
         return self.batch(n, dtype)
