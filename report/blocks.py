@@ -8,7 +8,7 @@ from pathlib import Path
 
 # Columns by table: a title, of which chinese.json has the Chinese one, and a format string.
 TABLES = json.loads(Path(__file__).with_name("tables.json").read_text())
-UNITS = {"GiB": 2**30, "GB": 1e9, "MB": 1e6, "kB": 1e3, "ms": 1e-3, "µs": 1e-6}
+UNITS = {"GiB": 2**30, "GB": 1e9, "MB": 1e6, "kB": 1e3, "ms": 1e-3, "µs": 1e-6, "400 GB/s": 4e11}
 
 
 class Cell(string.Formatter):
