@@ -49,8 +49,8 @@ JOB = (
 )
 GPT = "--model gpt-4x4x16 --context 16"
 APART = ("DDP", "compile", "checkpoint")  # another launcher, minutes to compile, own snapshots
-# To write all weights; to split a layer
-MORE = {"LoRA": "--merge", "QLoRA": "--merge", "ND_parallel": "--tp 2"}
+MORE = {"LoRA": "--merge", "QLoRA": "--merge"}  # to write all weights
+INSTEAD = {"ND_parallel": "--tp 2"}  # of the first case: to split a layer
 STEPS_PER_EPOCH = 4
 SNAPSHOT_EVERY = 2
 RANKS = 2
@@ -86,7 +86,8 @@ def every_script(ranks):
     """Of techniques.py, with the flags of the first case that is proven on so many ranks."""
     for row in TECHNIQUES:
         if row.name not in APART and "one_process" not in row.traits:
-            flags = next((case.flags for case in row.cases if ranks in case.ranks), "")
+            first = next((case.flags for case in row.cases if ranks in case.ranks), "")
+            flags = INSTEAD.get(row.name, first)
             words = [f"{row.script}.py", flags, GPT * ("needs_gpt" in row.traits)]
             yield " ".join(filter(None, [*words, MORE.get(row.name)]))
 
