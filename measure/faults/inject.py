@@ -50,7 +50,6 @@ JOB = (
 GPT = "--model gpt-4x4x16 --context 16"
 APART = ("DDP", "compile", "checkpoint")  # another launcher, minutes to compile, own snapshots
 MORE = {"LoRA": "--merge", "QLoRA": "--merge"}  # to write all weights
-INSTEAD = {"ND_parallel": "--tp 2"}  # of the first case: to split a layer
 STEPS_PER_EPOCH = 4
 SNAPSHOT_EVERY = 2
 RANKS = 2
@@ -87,7 +86,7 @@ def every_script(ranks):
     for row in TECHNIQUES:
         if row.name not in APART and "one_process" not in row.traits:
             first = next((case.flags for case in row.cases if ranks in case.ranks), "")
-            flags = INSTEAD.get(row.name, first)
+            flags = "--tp 2" if row.name == "ND_parallel" else first  # to split a layer
             words = [f"{row.script}.py", flags, GPT * ("needs_gpt" in row.traits)]
             yield " ".join(filter(None, [*words, MORE.get(row.name)]))
 
