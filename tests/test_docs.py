@@ -38,7 +38,7 @@ CHINESE = list_pages(ROOT, chinese=True)
 README = (ROOT / "README.md").read_text()
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 SHORT = "--epochs 1 --train-samples 32 --batch-size 32 --eval-samples 8"
-QUICK = "--epochs 1 --train-samples 128 --batch-size 32 --eval-samples 32"
+QUICK = "--epochs 1 --train-samples 1024 --batch-size 64 --eval-samples 200 --lr 0.02"
 SMALL = "--model squeezenet1_1"  # a sixteenth of ResNet-18's parameters
 NO_TRAINING = [row.script for row in ROWS if "no_training" in row.traits]
 FIRST = "torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py"
@@ -86,11 +86,11 @@ def test_the_check_runs_the_command_that_the_readme_has():
 
 
 def test_first_command(checkout):
-    """Started as the README says, but for one epoch of less."""
+    """Started as the README says, but for one epoch of less, in which it learns already."""
     assert re.search(rf"^pip install torch .*\n{re.escape(FIRST)}$", README, re.M)
     finished = succeed(f"{FIRST} {QUICK}", cwd=checkout)
     result = json.loads((checkout / "runs/pytorch_torchrun_DDP/result.json").read_text())
-    assert result["world_size"] == 2 and result["steps"] == 4
+    assert result["eval_accuracy"][-1] > 0.3
     assert len(finished.lines) == 3 + 1 + 2
     recorded = json.loads((ROOT / "results/outputs.json").read_text())["outputs"]["first"]
     assert recorded["command"] == FIRST
