@@ -164,6 +164,13 @@ def test_a_folder_with_only_a_config_and_no_data(tmp_path):
 
 
 # ------------------------------------------------------------------------------ other examples
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_pretrained_decoder_brings_its_learning_rate(name):
+    """In the place of the small model's, which is hundreds of times as high."""
+    text = compose(EXAMPLES[name], (ROOT / "examples/own/decoder.py").read_text(), "mine", name)
+    assert re.findall(r"^LR = (\S+)", text, re.MULTILINE) == ["2e-5"]
+
+
 @pytest.mark.parametrize("name", READY)
 def test_an_example_without_anything_of_ones_own_is_itself(name):
     assert compose(EXAMPLES[name], "", name, name).split() == EXAMPLES[name].split()
