@@ -6,8 +6,8 @@ Differs     from pytorch_torchrun_DDP.py: torch.compile turns forward and backwa
 Command:    torchrun --nproc_per_node=4 pytorch_compile.py
             torchrun --nproc_per_node=4 pytorch_compile.py --blocks
 Use it      when training takes much longer than compilation, which takes seconds to minutes. Not
-            while you are changing the model, or where shapes change from step to step: the
-            second one compiles again, and the kernels for any shape are slower.
+            while you are changing the model. Where shapes change from step to step, the second
+            one compiles again, for any shape.
 Holds       per parameter what DDP holds. Fewer activations: fused operations save none in between.
 Sends       as DDP, per step and rank: 2 * 4 * (N - 1) / N bytes per parameter for N ranks.
 """
