@@ -32,7 +32,6 @@ from techniques import (
     SHELF,
     TECHNIQUES,
     USE,
-    Technique,
     technique,
 )
 
@@ -86,8 +85,7 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
         found = set()
         for path in list_pages(root, chinese):
             changed[path] = fill(root, path, texts, found, chinese)
-        needed = texts.keys() - {row.name for row in TECHNIQUES}
-        missing = [name for name in needed - found if not name.startswith(OPTIONAL)]
+        missing = [name for name in texts.keys() - found if not name.startswith(OPTIONAL)]
         if missing and not chinese:
             place = f"<!-- {missing[0]} --> ... <!-- end -->"
             raise Unusable(f"README.md and docs/*.md have no place {place}")
@@ -123,9 +121,6 @@ def make_blocks(root: Path, results: dict[str, dict]) -> dict[str, str]:
     blocks |= {"matrix": matrix.matrix_block(), "ecosystem": ecosystem.ecosystem_table()}
     for name in SUITES:
         blocks |= suite_blocks(root, name, results[name])
-    for row in TECHNIQUES:
-        if row.parent and rows_of(row, results["gpt"]):
-            blocks[row.name] = technique_block(row, results["gpt"])
     blocks |= predictions.blocks(root, results)
     blocks |= schematics(root) | diffs.blocks(root, OURS) | front.blocks(root, results)
     blocks |= lessons.blocks(root, results) | next_blocks(root) | {"parts": parts_list(root)}
@@ -140,25 +135,6 @@ def suite_blocks(root: Path, name: str, found: dict) -> dict[str, str]:
     if not found["rows"]:
         blocks[next(iter(blocks))] = NOT_YET.format(name)
     return blocks
-
-
-def rows_of(row: Technique, found: dict) -> list[dict]:
-    """A technique's rows of a suite."""
-    return [r for r in found["rows"] if r["runs"] and r["runs"][0]["technique"] == row.script]
-
-
-def technique_block(row: Technique, found: dict) -> str:
-    """A technique's rows of a suite, below those of its closest parent that has some; of these, the
-    rows with as many ranks, if there are any."""
-    parent = technique(row.parent)
-    while parent.parent and not rows_of(parent, found):
-        parent = technique(parent.parent)
-    own = rows_of(row, found)
-    ranks = {one["runs"][0]["world_size"] for one in own}
-    others = rows_of(parent, found)
-    alike = [other for other in others if other["runs"][0]["world_size"] in ranks]
-    rows = (alike or others) + own
-    return suites.techniques_table(rows, times=False) + suites.measured_where(found, rows)
 
 
 class Place(NamedTuple):

@@ -138,20 +138,11 @@ def suite_table(found: dict, table: str) -> str:
         drawn = peers_table(rows)
     else:
         drawn = techniques_table(rows, found.get("times", True))
-    return drawn + measured_where(found, rows)
-
-
-def measured_where(found: dict, rows: list[dict]) -> str:
-    """The line below a table of a suite."""
+    on_cpu = {run["device"] for run in runs_of(found["rows"])} == {"cpu"}
+    machine = machine_line(found["hardware"], on_cpu)
     n = found["repeats"]
     times = "1 run of each" if n == 1 else f"{n} runs of each, median (least–most)"
-    return footer(found, found["suite"], machine_of(found), rows, times)
-
-
-def machine_of(found: dict) -> str:
-    """The CPU of a suite, or its GPUs."""
-    on_cpu = {run["device"] for run in runs_of(found["rows"])} == {"cpu"}
-    return machine_line(found["hardware"], on_cpu)
+    return drawn + footer(found, found["suite"], machine, rows, times)
 
 
 def relative_speed(runs: list[dict], reference: list[dict] | None) -> str | None:
