@@ -11,11 +11,11 @@ from typing import NamedTuple
 from techniques import Technique
 
 LONGEST = 40  # lines of an example's diff; a longer one shows training only
-LONGEST_SCRIPT = 120  # beyond it, the page shows tagged lines
+LONGEST_SCRIPT = 120  # beyond it, the page shows the definitions that the row names
 LONGEST_LESSON = 80  # beyond it, the page leaves out definitions without a tag
 USUAL = {"make_model", "layers_of", "make_data", "collate", "order", "forward", "loss_of"}
 USUAL |= {"groups_of", "is_done", "export"}  # what a user replaces
-USUAL |= {"clip_grad_norm", "recomputed", "find_checkpoint", "newest_checkpoint", "drop_unsaved"}
+USUAL |= {"clip_grad_norm", "find_checkpoint", "newest_checkpoint", "drop_unsaved"}
 USUAL |= {"check", "check_packing", "parents_of", "files_of", "end_if"}  # of several examples
 USUAL |= {"count_cores", "average_and_clip", "full", "rows_of", "total_of", "check_stages"}
 USUAL |= {"parse", "clean", "with_object", "is_learned", "without", "is_same"}  # a line of chat.py
@@ -93,14 +93,6 @@ def checks(statement: ast.stmt) -> bool:
     return bool(comparing) and "step" not in names
 
 
-def tagged_lines(source: str) -> list[str]:
-    """The lines of a script with the tag that its docstring names."""
-    _, doc, code = source.split('"""', 2)
-    tag = re.search(r'tagged\s+"(# [\w-]+:)"', doc)
-    lines = [line for line in code.splitlines() if tag and tag[1] in line]
-    return textwrap.dedent("\n".join(lines)).splitlines()
-
-
 def tagged_hunks(root: Path, row: Technique) -> list[str]:
     """The hunks of a script's diff that have a line with the script's tag."""
     doc = (root / f"{row.script}.py").read_text().split('"""', 2)[1]
@@ -136,17 +128,18 @@ def without_options(lines: list[str]) -> list[str]:
     return [line for number, line in enumerate(lines, 1) if number not in left_out]
 
 
-def definitions(source: str, names: tuple[str, ...]) -> list[str]:
-    """Classes and functions of these names, with the comments at the ends of their lines."""
+def shown_definitions(root: Path, row: Technique) -> str:
+    """The classes and functions of a script that its page shows instead of a diff."""
+    source = (root / f"{row.script}.py").read_text()
     lines = source.splitlines()
-    nodes = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") in names]
+    nodes = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") in row.shows]
     parts = ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
-    return "\n\n\n".join(map(textwrap.dedent, parts)).splitlines()
+    return fenced("python", "\n\n\n".join(map(textwrap.dedent, parts)).splitlines())
 
 
 def blocks(root: Path, rows: list[Technique]) -> dict[str, str]:
-    """``example-NAME`` of each example, and of each script with a parent ``diff-NAME`` and
-    ``script-NAME``, its tagged lines."""
+    """``example-NAME`` of each example; of each script with a parent ``script-NAME``, its tagged
+    lines; and ``diff-NAME`` of a script whose row names the definitions to show."""
     found = {}
     for path in sorted((root / "examples").glob("*.py")):
         if path.stem != "plain":
@@ -156,8 +149,9 @@ def blocks(root: Path, rows: list[Technique]) -> dict[str, str]:
             found[f"example-{path.stem}"] = f"{text}\n\n{fenced('diff', pair.diff())}"
     for row in rows:
         if row.parent:
-            found[f"diff-{row.name}"] = fenced(*excerpt(root, row))
             found[f"script-{row.name}"] = script_block(root, row)
+        if row.shows:
+            found[f"diff-{row.name}"] = shown_definitions(root, row)
     return found | whole_blocks(root)
 
 
@@ -186,25 +180,17 @@ def marked(body: list[ast.stmt], lines: list[str]) -> Iterator[str]:
             yield from [textwrap.dedent(text)] if whole else marked(node.body, lines)
 
 
-def excerpt(root: Path, row: Technique) -> tuple[str, list[str]]:
-    """What a page shows of a script: its diff, or of a long one the lines that matter."""
-    source = (root / f"{row.script}.py").read_text()
-    diff = pair_of(root, row).diff()
-    if row.shows:
-        return "python", definitions(source, row.shows)
-    return ("diff", diff) if len(diff) <= LONGEST_SCRIPT else ("python", tagged_lines(source))
-
-
 def script_block(root: Path, row: Technique) -> str:
-    """The tagged hunks below the names of both scripts; of a long diff the tagged lines alone."""
+    """The tagged hunks below the names of both scripts; of a long diff the definitions that the row
+    names."""
     pair = pair_of(root, row)
     line = f"[{pair.new}]({pair.new}), compared with [{pair.old}]({pair.old}): "
     left_out = " Options and details are left out."
     options = left_out if any(map(OPTION.search, pair.new_lines)) else ""
     hunks = tagged_hunks(root, row)
-    if 0 < len(hunks) <= LONGEST_SCRIPT:
-        return f"{line}what the technique changes.{options}\n\n{fenced('diff', hunks)}"
-    return f"{line}the tagged lines.\n\n{fenced(*excerpt(root, row))}"
+    if row.shows and not 0 < len(hunks) <= LONGEST_SCRIPT:
+        return f"{line}the tagged lines.\n\n{shown_definitions(root, row)}"
+    return f"{line}what the technique changes.{options}\n\n{fenced('diff', hunks)}"
 
 
 def fenced(language: str, lines: list[str]) -> str:

@@ -265,10 +265,14 @@ def test_terms_lead_to_the_glossary_where_they_are_first_used():
 
 @pytest.mark.parametrize("row", [row for row in TECHNIQUES if row.parent], ids=lambda row: row.name)
 def test_a_page_shows_the_tagged_lines_of_its_script(row):
-    """Each hunk has a line with the tag; a script without tags shows what its row says."""
-    hunks = "\n".join(diffs.tagged_hunks(ROOT, row)).split("@@ -")[1:]
+    """Each hunk has a line with the tag; of a script without tags, or with many, its page shows the
+    definitions that its row names."""
+    tagged = diffs.tagged_hunks(ROOT, row)
+    hunks = "\n".join(tagged).split("@@ -")[1:]
     lines = [line for hunk in hunks for line in hunk.splitlines() if line.startswith("+")]
     source = (ROOT / f"{row.script}.py").read_text()
     assert all(line[1:] in source for line in lines)
     assert all(re.search(r"^\+.*# [\w -]+: ", hunk, re.MULTILINE) for hunk in hunks)
-    assert hunks or row.shows
+    assert 0 < len(tagged) <= diffs.LONGEST_SCRIPT or row.shows
+    shown = diffs.shown_definitions(ROOT, row)
+    assert all(re.search(rf"^(def|class) {name}\b", shown, re.M) for name in row.shows)
