@@ -5,10 +5,10 @@ Measure     python benchmark.py --suite gpt
             data/), peers, gpu (needs data/gpt2.txt, which measure/gpu_session.sh writes),
             collectives, one_gpu, published, front and outputs. Each row runs in fresh processes
             with its own launch command, and the rows alternate (A B C, A B C, ...). The results go
-            to results/SUITE.json; a row within 10% (memory: 2%) of its last measurement keeps the
-            old figures and their date. A row that fails reports why, and the others continue. (The
-            last five suites have steps instead of rows, of which the last one measures, or commands
-            whose output is recorded.)
+            to results/SUITE.json, with --only to results/SUITE.only.json; a row within 10%
+            (memory: 2%) of its last measurement keeps the old figures and their date. A row that
+            fails reports why, and the others continue. (The last five suites have steps instead of
+            rows, of which the last one measures, or commands whose output is recorded.)
 Doubt       python benchmark.py --suite gpt --only "FSDP x4" --again
             Measures rows once more, prints each figure beside the one in results/ with the ratio,
             and writes nothing.
@@ -62,13 +62,6 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message} (--help lists the flags)")
 
 
-def positive(text: str) -> int:
-    """An argparse ``type``."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is out of range, it must be 1 or more")
-    return int(text)
-
-
 def parse_args() -> argparse.Namespace:
     parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -82,20 +75,14 @@ def parse_args() -> argparse.Namespace:
     flag("--again", action="store_true",
          help="compare with results/SUITE.json, and write nothing")
     flag("--dry-run", action="store_true", help="print the commands without running them")
-    flag("--repeats", type=positive, metavar="N", help="runs per row (default: the suite's)")
-    flag("--output", type=Path, metavar="FILE",
-         help="result file (default: results/SUITE.json; SUITE.only.json with --only)")
     flag("--render", action="store_true", help="write the results into pages and plots")
     flag("--check", action="store_true", help="fail if pages or plots differ from the results")
     # fmt: on
     args = parser.parse_args()
     if bool(args.suite) + args.render + args.check != 1:
         fail("give one of --suite, --render and --check (--help lists the flags)")
-    of_suites = (args.only, args.again, args.repeats, args.output, args.dry_run)
-    if not args.suite and any(of_suites):
-        fail("--only, --again, --dry-run, --repeats and --output need --suite")
-    if args.again and args.output:
-        fail("--again writes nothing: leave out --output")
+    if not args.suite and (args.only or args.again or args.dry_run):
+        fail("--only, --again and --dry-run need --suite")
     return args
 
 

@@ -58,14 +58,12 @@ def measure(args: argparse.Namespace) -> None:
     if args.again and not has_rows:
         fail(f"--again measures rows, and suite {args.suite} has none: --dry-run prints its steps")
     if args.again:
-        return measure_again(suite, args.repeats or 1)
+        return measure_again(suite)
     some = ".only" if args.only else ""  # some rows must not replace all
-    output = args.output or RESULTS / f"{args.suite}{some}.json"
-    check_writable(output.parent, f"--output {output}")
-    if output.is_dir():
-        fail(f"--output {output} is a folder; give a file")
+    output = RESULTS / f"{args.suite}{some}.json"
+    check_writable(RESULTS, str(RESULTS))
     if has_rows:
-        found = measure_rows(suite, output, args)
+        found = measure_rows(suite, output)
     else:
         found = run_steps(suite, RUNS / output.stem)
     machine = "predicted" if suite.get("predicted") else ""
@@ -80,10 +78,10 @@ def measure(args: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def measure_rows(suite: dict, output: Path, args: argparse.Namespace) -> dict:
+def measure_rows(suite: dict, output: Path) -> dict:
     """The result of a suite of rows, whose partial results stay if it is stopped."""
     partial = output.with_name(f"{output.stem}.partial.json")
-    found = start_or_continue(partial, suite, args)
+    found = start_or_continue(partial, suite)
     try:
         run_rows(suite, found, partial, RUNS / output.stem)
     except KeyboardInterrupt:
@@ -92,7 +90,7 @@ def measure_rows(suite: dict, output: Path, args: argparse.Namespace) -> dict:
     return found | {"complete": True}
 
 
-def measure_again(suite: dict, repeats: int) -> None:
+def measure_again(suite: dict) -> None:
     """Print the figures of rows beside those in results/, which stays as it is."""
     stored = again.by_name(load(RESULTS / f"{suite['name']}.json").get("rows", []))
     for row in suite["rows"]:
@@ -100,14 +98,11 @@ def measure_again(suite: dict, repeats: int) -> None:
         if row["left_out"]:
             print(f"    left out: {row['left_out']}")
             continue
-        entry = {"runs": []}
-        for _ in range(repeats):
-            to = RUNS / "again" / slug(row["name"])
-            run, why = run_row(row["command"], to, row["timeout"], suite.get("times", True))
-            if why:
-                fail(f"{row['name']} failed: {why}", code=3)
-            entry["runs"].append(run)
-        for line in again.side_by_side(entry, stored.get(row["name"], {"runs": []})):
+        to = RUNS / "again" / slug(row["name"])
+        run, why = run_row(row["command"], to, row["timeout"], suite.get("times", True))
+        if why:
+            fail(f"{row['name']} failed: {why}", code=3)
+        for line in again.side_by_side({"runs": [run]}, stored.get(row["name"], {"runs": []})):
             print(f"    {line}")
 
 
@@ -165,20 +160,12 @@ def reasons_against(row: dict) -> list[str]:
             old = [i for i in range(gpus) if torch.cuda.get_device_capability(i) < (8, 0)]
             names = dict.fromkeys(torch.cuda.get_device_name(i) for i in old)
             why += [f"{name} has no bfloat16" for name in names]
-    elif flags.get("--dtype") == "float16" and not computes_float16():
-        why.append("this CPU has no float16 arithmetic")
     if ranks % int(flags.get("--tp", 1)):
         why.append(f"{ranks} ranks cannot be divided into groups of {flags['--tp']}")
     parts = ranks * int(flags.get("--accumulate", 1))
     if int(flags.get("--batch-size", 0)) % parts:
         why.append(f"a batch of {flags['--batch-size']} cannot be divided into {parts} parts")
     return why
-
-
-def computes_float16() -> bool:
-    """Whether PyTorch's convolution library supports float16 on this CPU. Where it does not, a step
-    takes dozens of times as long."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def print_plan(suite: dict) -> None:
@@ -193,24 +180,23 @@ def print_plan(suite: dict) -> None:
             print(f"    left out: {row['left_out']}")
 
 
-def start_or_continue(partial: Path, suite: dict, args: argparse.Namespace) -> dict:
+def start_or_continue(partial: Path, suite: dict) -> dict:
     """The partial results of this suite, commit and machine, or new ones."""
-    repeats = args.repeats or suite["repeats"]
     about = {
-        "schema": SCHEMA, "suite": args.suite, "about": suite["about"], "complete": False,
-        "job": suite.get("job", ""), "jobs": suite.get("jobs", {}), "repeats": repeats,
+        "schema": SCHEMA, "suite": suite["name"], "about": suite["about"], "complete": False,
+        "job": suite.get("job", ""), "jobs": suite.get("jobs", {}), "repeats": suite["repeats"],
         "times": suite.get("times", True),
         "hardware": hardware() | {"power_limits": power_limits()},
         "versions": all_versions(), "git_commit": git_commit(),
     }  # fmt: skip
     if found := load(partial):
-        same = ("suite", "job", "jobs", "hardware", "versions", "git_commit")
+        same = ("suite", "job", "jobs", "repeats", "hardware", "versions", "git_commit")
         changed = [key for key in same if found.get(key) != about[key]]
         if changed:
             fail(f"{partial} has another {' and '.join(changed)}; remove it to start from scratch")
         runs = sum(len(row["runs"]) for row in found["rows"])
         print(f"resuming from {partial}, which has {runs} runs")
-        return found | {"repeats": repeats}
+        return found
     return about | {"date": today(), "rows": []}
 
 

@@ -77,7 +77,7 @@ def test_a_row_that_fails_says_why(checkout):
         assert said in finished.stdout, "the table says it"
     assert "left out: a batch of 16 cannot be divided into 3 parts" in finished.stdout
     # a single row does not replace the others
-    run(checkout, "--suite quick --only good --repeats 1")
+    run(checkout, "--suite quick --only good")
     assert (checkout / "results/quick.json").read_text() == whole
     [row] = json.loads((checkout / "results/quick.only.json").read_text())["rows"]
     assert row["name"] == "good" and len(row["runs"]) == 1
