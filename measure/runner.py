@@ -27,7 +27,7 @@ from measure import again
 from measure.gpus import mean_utilization, power_limits, utilization
 from measure.outcome import is_parameter, read_curve, reason, record
 from report import suites
-from report.results import SCHEMA, load
+from report.results import load
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITES = ROOT / "measure" / "suites"
@@ -183,7 +183,7 @@ def print_plan(suite: dict) -> None:
 def start_or_continue(partial: Path, suite: dict) -> dict:
     """The partial results of this suite, commit and machine, or new ones."""
     about = {
-        "schema": SCHEMA, "suite": suite["name"], "about": suite["about"], "complete": False,
+        "suite": suite["name"], "about": suite["about"], "complete": False,
         "job": suite.get("job", ""), "jobs": suite.get("jobs", {}), "repeats": suite["repeats"],
         "times": suite.get("times", True),
         "hardware": hardware() | {"power_limits": power_limits()},

@@ -7,7 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_YET = "not measured yet: `python benchmark.py --suite {}`"
-SCHEMA = 1  # of the files in results/ that a suite leaves
 # Chinese, by the English words: of whole cells, of phrases in notes, and of pictures.
 WORDS = json.loads(Path(__file__).with_name("chinese.json").read_text())
 
@@ -17,16 +16,13 @@ class Unusable(Exception):
 
 
 def load(path: Path) -> dict:
-    """A result; empty if there is none. ``Unusable``: it is damaged or has another schema."""
+    """A result; empty if there is none. ``Unusable``: it is damaged."""
     try:
-        found = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise Unusable(f"{path} is damaged ({error}); measure it again") from None
-    if found.get("schema", SCHEMA) != SCHEMA:
-        raise Unusable(f"{path} has schema {found['schema']}, not {SCHEMA}; measure it again")
-    return found
 
 
 def read_result(root: Path, name: str) -> dict:
