@@ -15,16 +15,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from harness.cli import check_writable, fail
-from harness.measure import git_commit, hardware, versions
+from harness.measure import git_commit, gpu_uuids, hardware, versions
 from measure import again
-from measure.gpus import mean_utilization, power_limits, utilization
 from measure.outcome import is_parameter, read_curve, reason, record
 from report import suites
 from report.results import load
@@ -241,7 +239,6 @@ def run_row(words: list[str], folder: Path, timeout: float, times: bool):
         its results and ``None``, or ``None`` and why it failed.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    started = time.perf_counter()
     with tempfile.TemporaryFile("w+") as log:
         try:
             process = subprocess.Popen(
@@ -251,13 +248,10 @@ def run_row(words: list[str], folder: Path, timeout: float, times: bool):
             )  # fmt: skip
         except FileNotFoundError:
             return None, f"{words[0]} is not installed"
-        samples = []
         code = None
         try:
-            while code is None and time.perf_counter() - started < timeout:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(0.25)
-                samples += [(time.time(), utilization())] if torch.cuda.is_available() else []
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout)
         finally:
             end(process)
         log.seek(0)
@@ -268,10 +262,8 @@ def run_row(words: list[str], folder: Path, timeout: float, times: bool):
         return None, reason(text, code)
     result = json.loads((folder / "result.json").read_text())
     run = {key: result[key] for key in KEPT + TIMES * times if key in result}
-    run["gpu"] = mean_utilization(samples, result["gpu_uuids"], result["trained_between"])
     run["eval_accuracy"] = result["eval_accuracy"][-1]
     run["eval_loss"] = result["eval_loss"][-1]
-    run["seconds_process"] = time.perf_counter() - started
     weights = folder / "model.pt"
     if weights.is_file():
         state = torch.load(weights, weights_only=True)
@@ -314,6 +306,19 @@ def all_versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
+
+
+def power_limits() -> list[str]:
+    """Power limits of the visible GPUs, if the driver reports them."""
+    uuids = gpu_uuids([torch.device("cuda", i) for i in range(torch.cuda.device_count())])
+    words = ["nvidia-smi", f"--id={','.join(uuids)}", "--query-gpu=power.limit"]
+    try:
+        run = subprocess.run(
+            [*words, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True
+        )
+        return [f"{float(limit):.0f} W" for limit in run.stdout.split()] if uuids else []
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return []
 
 
 def today() -> str:

@@ -96,7 +96,6 @@ def figures(row: dict) -> dict:
     run = runs[0]
     is_text = "context" in run
     found |= {"precision": precision(row), "peak": memory(row), "kept": kept(run)}
-    found["gpu"] = middle(runs, "gpu", "utilization_percent")
     if is_text and run["steps"] >= SHORT:
         found["loss"] = middle(runs, "eval_loss")
     if not is_text and run["steps"] >= LONG:

@@ -14,7 +14,7 @@ from checkout import copy_checkout
 from conftest import ROOT, environment, launch, succeed, wait_for
 
 import benchmark
-from measure import again, gpus, runner
+from measure import again, runner
 from report import draw, pages, translations
 from report.results import Unusable
 from techniques import TECHNIQUES
@@ -410,16 +410,3 @@ def test_steps_are_kept_with_where_they_were_measured(tmp_path, monkeypatch):
     suite = {"outputs": {"lines": printed, "data": "echo '{\"--json\": 1}'"}}
     found = runner.run_steps(suite, tmp_path / "runs")["outputs"]
     assert [one["output"] for one in found.values()] == [["a", "b"], {"--json": 1}]
-
-
-def test_utilization_is_of_the_gpus_and_the_time_that_trained():
-    """Not of other GPUs, loading or evaluation, nor of the second before."""
-    busy = [0, 100, 100, 40, 60, 0, 100, 80, 0]
-    samples = [(float(i), {"GPU-a": busy[i], "GPU-b": 30, "GPU-split": None}) for i in range(9)]
-    spans = [(2.0, 4.0), (6.0, 7.0)]  # of which the samples 3, 4 and 7 tell
-    assert gpus.mean_utilization(samples, ["GPU-a"], spans) == {"utilization_percent": 60}
-    both = gpus.mean_utilization(samples, ["GPU-a", "GPU-b"], spans)
-    assert both == {"utilization_percent": 45}
-    for unknown in (["MIG-c"], ["GPU-split"], ["GPU-a", "MIG-c"], []):
-        assert gpus.mean_utilization(samples, unknown, spans) is None
-    assert gpus.mean_utilization(samples, ["GPU-a"], [(2.0, 2.9)]) is None, "too short to tell"
