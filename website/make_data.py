@@ -24,7 +24,7 @@ from estimator.live_bytes import LiveBytes  # noqa: E402
 from estimator.tables import room_of  # noqa: E402
 from harness.measure import git_commit, versions  # noqa: E402
 from report.steps import SHOWN  # noqa: E402
-from techniques import TECHNIQUES  # noqa: E402
+from techniques import SHELF, TECHNIQUES  # noqa: E402
 from website.schedules import timetables  # noqa: E402
 
 # ------------------------------------------------------------------------- memory over one step
@@ -38,10 +38,12 @@ JOBS = {  # by title: flags and global batch
 
 
 def memory() -> dict:
-    """Of every technique that can be predicted: its first case, and those that estimate.py has."""
+    """Of each technique whose page shows it, and can be predicted: its first case, and those that
+    estimate.py has. And of DDP, with whose peak the pictures end."""
+    rows = [row for row in TECHNIQUES if row.part == SHELF or row.name == "torchrun_DDP"]
     names = [
         techniques.name_of(row, case)
-        for row in TECHNIQUES
+        for row in rows
         for case in row.cases
         if not row.unpredicted and (case is row.cases[0] or "estimated" in case.traits)
     ]

@@ -1,5 +1,5 @@
-"""What the site adds to a technique's page: diffs side by side, memory and communication from the
-scripts' docstrings, and memory over one step."""
+"""What the site adds to a technique's page: its diffs side by side, on pages of their own; memory
+and communication from the scripts' docstrings; and memory over one step."""
 
 import ast
 import json
@@ -15,7 +15,6 @@ from techniques import Technique, technique
 from website import side_by_side
 
 WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text())  # English, Chinese
-DIFF = re.compile(r"<!-- (example|diff)-(\w+) -->\n([^`]*)```diff\n.*?\n```\n", re.DOTALL)
 WHEN = re.compile(r"^## (?:When|何时|不适合)", re.MULTILINE)
 
 
@@ -25,16 +24,6 @@ def add_to(root: Path, path: Path, text: str) -> str:
     the whole diffs alone."""
     chinese = path.name.endswith(".zh-CN.md")
     rows = [technique(name) for name, _ in IN_SHORT.findall(text)]
-
-    def both(match: re.Match) -> str:
-        kind, name, before = match.groups()
-        if kind == "example":
-            pair = diffs.example_of(root, name)
-        else:
-            pair = diffs.pair_of(root, technique(name))
-        return f"<!-- {kind}-{name} -->\n{before}{side_by_side.diff(pair)}\n"
-
-    text = DIFF.sub(both, text)
     if not rows:
         return text
     at = WHEN.search(text).start()
@@ -91,12 +80,11 @@ def header_fields(script: Path) -> str:
 def memory(root: Path, name: str, chinese: bool) -> list[str]:
     """A place for the pictures of a script's variants, for a GPT and for a ResNet."""
     found = json.loads((root / "website" / "data" / "memory.json").read_text())["data"]
-    script = "FSDP" if name == "checkpoint" else name  # which checkpoints an FSDP model
     drawn = {(one["job"], one["technique"].split()[0]) for one in found["series"]}
     parts = []
     for job, (flags, batch) in found["jobs"].items():
-        if (job, script) in drawn:
+        if (job, name) in drawn:
             said = WORDS["memory"][chinese].format(gpus=found["gpus"], flags=flags, batch=batch)
-            place = f'<div data-widget="memory" data-job="{job}" data-script="{script}"></div>'
+            place = f'<div data-widget="memory" data-job="{job}" data-script="{name}"></div>'
             parts += [f"**{job}.** {said}", place]
     return parts
