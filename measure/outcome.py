@@ -54,21 +54,32 @@ def record(commands: dict[str, str], root: Path, environment: dict) -> dict:
     compiling."""
     found = {}
     for name, command in tqdm(commands.items(), "recorded", disable=None):
+        folder = re.search(r"--output-dir (runs/\S+)", command)
+        result = root / folder[1] / "result.json" if folder else None
+        if result:  # that of an earlier run would be recorded if this one fails
+            result.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory() as cache:  # or it would find what another run compiled
             env = environment | {"TORCHINDUCTOR_CACHE_DIR": cache}
             run = subprocess.run(
                 shlex.split(command), cwd=root, env=env, text=True, capture_output=True
             )
-        if not run.stdout:  # estimate.py exits with 2 if nothing fits
+        ended = result.is_file() if result else run.stdout  # estimate.py: 2 if nothing fits
+        if not ended:
             fail(f"{name}: {reason(run.stderr, run.returncode)}: {command}", code=3)
+        if result:
+            found[name] = {"command": command, "result": figures_of(result, command)}
+            continue
         printed = run.stdout.replace(f"{root}/", "")  # paths of this machine
         output = json.loads(printed) if "--json" in command else printed.splitlines()
         found[name] = {"command": command, "output": output}
-        if folder := re.search(r"--output-dir (runs/\S+)", command):
-            result = json.loads((root / folder[1] / "result.json").read_text())
-            figures = [*FIGURES, *(key for word, key in MORE.items() if word in command)]
-            kept = {key: result[key] for key in figures}
-            if "--trace" in command:
-                kept["collectives"] = result["breakdown"]["collectives"]
-            found[name] = {"command": command, "result": kept}
     return found
+
+
+def figures_of(path: Path, command: str) -> dict:
+    """What is recorded of a ``result.json``."""
+    result = json.loads(path.read_text())
+    names = [*FIGURES, *(key for word, key in MORE.items() if word in command)]
+    figures = {name: result[name] for name in names}
+    if "--trace" in command:
+        figures["collectives"] = result["breakdown"]["collectives"]
+    return figures

@@ -14,7 +14,7 @@ from checkout import copy_checkout
 from conftest import ROOT, environment, launch, succeed, wait_for
 
 import benchmark
-from measure import again, runner
+from measure import again, outcome, runner
 from report import draw, pages, translations
 from report.results import Unusable
 from techniques import TECHNIQUES
@@ -410,3 +410,13 @@ def test_steps_are_kept_with_where_they_were_measured(tmp_path, monkeypatch):
     suite = {"outputs": {"lines": printed, "data": "echo '{\"--json\": 1}'"}}
     found = runner.run_steps(suite, tmp_path / "runs")["outputs"]
     assert [one["output"] for one in found.values()] == [["a", "b"], {"--json": 1}]
+
+
+def test_a_run_that_fails_records_nothing(tmp_path):
+    """Though it printed something, and an earlier run left its result in the folder."""
+    result = tmp_path / "runs/a/result.json"
+    result.parent.mkdir(parents=True)
+    result.write_text("{}")
+    command = "sh -c 'echo begun; echo ValueError: too wrong >&2; exit 1' --output-dir runs/a"
+    with pytest.raises(SystemExit, match="3"):
+        outcome.record({"a": command}, tmp_path, environment())
