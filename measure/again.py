@@ -4,8 +4,6 @@ import re
 import statistics
 from typing import Any
 
-from report.blocks import machine_line, origin
-
 SHARE = 0.1  # by which figures may differ and still be the same
 OF_MEMORY = 0.02
 MEMORY = ("peak_memory_gib", "state_bytes", "peak", "most", "kinds", "lowest", "highest", "GiB")
@@ -77,17 +75,9 @@ def by_name(entries: list | dict) -> dict:
     return entries if isinstance(entries, dict) else {entry["name"]: entry for entry in entries}
 
 
-def keep_old(new: dict, old: dict, machine: str = "") -> dict:
-    """A result whose entries are those of ``old`` where the figures are close, with the line that
-    says where they are from; if all are, ``old``.
-
-    Args:
-        new, old: results; ``old`` may be empty.
-        machine: of the old one, for this line, unless its hardware says it.
-    """
-    if not old:
-        return new
-    line = origin(old, machine or machine_line(old["hardware"], not old["hardware"]["gpus"]))
+def keep_old(new: dict, old: dict, line: str) -> dict:
+    """A result whose entries are those of ``old`` where the figures are close, with the ``line``
+    that says where ``old`` is from; if all are, ``old``."""
     found = dict(new)
     same = True
     for part in PARTS:

@@ -25,6 +25,7 @@ from harness.measure import git_commit, gpu_uuids, hardware, versions
 from measure import again
 from measure.outcome import is_parameter, read_curve, reason, record
 from report import suites
+from report.blocks import machine_line, origin
 from report.results import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,8 +65,8 @@ def measure(args: argparse.Namespace) -> None:
         found = measure_rows(suite, output)
     else:
         found = run_steps(suite, RUNS / output.stem)
-    machine = "predicted" if suite.get("predicted") else ""
-    kept = again.keep_old(found, load(output), machine)
+    old = load(output)
+    kept = again.keep_old(found, old, origin_of(suite, old)) if old else found
     write_json(output, kept)
     if has_rows:
         output.with_name(f"{output.stem}.partial.json").unlink(missing_ok=True)  # if a row ran
@@ -74,6 +75,13 @@ def measure(args: argparse.Namespace) -> None:
     failed = {row["failed"] for row in found.get("rows", [])}
     if failed - {None, "out of memory"}:  # too little memory is a result
         raise SystemExit(1)
+
+
+def origin_of(suite: dict, found: dict) -> str:
+    """The line that says where a result of a suite is from."""
+    if suite.get("predicted"):
+        return origin(found, "predicted")
+    return origin(found, machine_line(found["hardware"], suite.get("device") != "cuda"))
 
 
 def measure_rows(suite: dict, output: Path) -> dict:

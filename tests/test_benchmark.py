@@ -291,21 +291,32 @@ def test_what_is_close_to_the_measurement_before_stays():
     """A row at a time: times within 10%, memory within 2%; then the line says where it is from."""
     old = OLD | {"rows": [row_of("a", 100, 1.0), row_of("b", 100, 1.0), row_of("c", 100, 1.0)]}
     new = NEW | {"rows": [row_of("a", 109, 1.019), row_of("b", 89, 1.0), row_of("c", 100, 1.03)]}
-    first, *others = again.keep_old(new, old)["rows"]
     line = "a CPU, 2 cores; torch 2.14; 2026-11-01; 111111111"
+    first, *others = again.keep_old(new, old, line)["rows"]
     assert first == old["rows"][0] | {"from": line} and others == new["rows"][1:]
     old_one = OLD | {"rows": old["rows"][:1]}
     new_one = NEW | {"rows": new["rows"][:1]}
-    assert again.keep_old(new_one, old_one) == old_one, "all of it stays"
-    once_more = again.keep_old(NEW | {"rows": [first, row_of("d", 1, 1)]}, new | {"rows": [first]})
+    assert again.keep_old(new_one, old_one, line) == old_one, "all of it stays"
+    kept_before = new | {"rows": [first]}
+    newest = NEW | {"rows": [first, row_of("d", 1, 1)]}
+    once_more = again.keep_old(newest, kept_before, "another line")
     assert once_more["rows"][0]["from"] == line, "not that of the file that has kept it"
     printed = {"a": {"output": ["took 1.0 s, 2.00 GiB"]}, "b": {"output": ["took 1.0 s"]}}
     texts = {"a": {"output": ["took 1.09 s, 2.03 GiB"]}, "b": {"output": ["took 1.0 h"]}}
-    kept = again.keep_old(NEW | {"outputs": texts}, OLD | {"outputs": printed}, "predicted")
+    kept = again.keep_old(NEW | {"outputs": texts}, OLD | {"outputs": printed}, line)
     assert kept["outputs"]["a"]["output"] == printed["a"]["output"]
-    assert kept["outputs"]["a"]["from"].startswith("predicted; torch 2.14")
+    assert kept["outputs"]["a"]["from"] == line
     assert kept["outputs"]["b"] == texts["b"]
-    assert again.keep_old(NEW, {}) == NEW
+
+
+def test_a_line_names_the_hardware_that_measured():
+    """Of a suite for CPUs, not the GPUs that the machine also has."""
+    found = OLD | {"hardware": ABOUT["hardware"] | {"gpus": ["a GPU"]}}
+    where = "torch 2.14; 2026-11-01; 111111111"
+    for suite, machine in (
+        ({}, "a CPU, 2 cores"), ({"device": "cuda"}, "a GPU"), ({"predicted": True}, "predicted"),
+    ):  # fmt: skip
+        assert runner.origin_of(suite, found) == f"{machine}; {where}"
 
 
 def test_what_another_command_measured_is_replaced():
@@ -319,7 +330,7 @@ def test_what_another_command_measured_is_replaced():
                     entry = {"name": "a", key: [entry]}
                 measured.append([entry] if key else {"a": entry})
             old = OLD | {part: measured[0]}
-            kept = again.keep_old(NEW | {part: measured[1]}, old)
+            kept = again.keep_old(NEW | {part: measured[1]}, old, "a line")
             assert (kept == old) == stays, f"{part} {steps}"
 
 
