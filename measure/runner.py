@@ -136,7 +136,7 @@ def read_suite(name: str) -> dict:
     gpus = torch.cuda.device_count()
     defaults = {"table": name, "timeout": suite.get("timeout", 900), "needs": []}
     rows = []
-    for row in suite["rows"]:
+    for row in suite.get("rows", []):  # a suite of steps or outputs has none
         ranks = row.get("ranks", [None])
         if ranks == "gpus":  # one, and all of them
             ranks = sorted({1, max(1, gpus)})
@@ -198,8 +198,10 @@ def start_or_continue(partial: Path, suite: dict) -> dict:
     if found := load(partial):
         same = ("suite", "job", "jobs", "repeats", "hardware", "versions", "git_commit")
         changed = [key for key in same if found.get(key) != about[key]]
+        if {row["name"] for row in found["rows"]} != {row["name"] for row in suite["rows"]}:
+            changed.append("rows")
         if changed:
-            fail(f"{partial} has another {' and '.join(changed)}; remove it to start from scratch")
+            fail(f"{partial} differs in {', '.join(changed)}; remove it to start from scratch")
         runs = sum(len(row["runs"]) for row in found["rows"])
         print(f"resuming from {partial}, which has {runs} runs")
         return found

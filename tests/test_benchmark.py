@@ -122,6 +122,9 @@ def test_stopped_and_continued(checkout):
     assert after["rows"][0]["runs"][0] == measured[0]
     partial.write_text(json.dumps(before | {"git_commit": "another"}))
     assert "git_commit" in run(checkout, "--suite quick", code=2).errors[0]
+    partial.rename(checkout / "results/quick.only.partial.json")
+    [line] = run(checkout, "--suite quick --only second", code=2).errors
+    assert "differs in git_commit, rows" in line, "of which this call would have shown the first"
 
 
 def changes(checkout):
