@@ -119,7 +119,7 @@ def draw(path: Path, data: dict) -> None:
 def draw_lines(axes, data: dict) -> None:
     """Lines and points of one colour for each title. ``data`` has ``lines``: x and y by title and
     matplotlib's style, of which the first is in the legend; ``axes``: their settings; and maybe
-    ``widths`` of the titles, ``key``: what another style means, and the place of the ``legend``."""
+    ``widths`` of the titles, and ``key``: what another style means."""
     widths = data.get("widths", itertools.repeat(1.5))
     titles = zip(data["lines"].items(), widths, itertools.cycle(COLLECTIVES.values()), strict=False)
     for (title, styles), width, colour in titles:
@@ -131,7 +131,7 @@ def draw_lines(axes, data: dict) -> None:
     axes.set(**data["axes"])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.legend(**data.get("legend", {}))
+    axes.legend()
 
 
 def draw_bars(axes, data: dict, words: dict) -> None:

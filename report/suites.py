@@ -108,9 +108,7 @@ def times_of(runs: list[dict]) -> dict:
     found = {"speed": spread(speeds_of(runs)), "flops": model_flops(runs)}
     median, slow = (middle(runs, "step_ms", part) for part in ("p50", "p95"))
     found["steps"] = f"{median:.0f} ({slow:.0f})"
-    if "context" in runs[0]:  # without a meaningful epoch
-        return found | {"first_step": middle(runs, "first_step_seconds")}
-    return found | {"epoch": runs[0]["train_samples"] / statistics.median(speeds_of(runs))}
+    return found | {"first_step": middle(runs, "first_step_seconds")}
 
 
 def table_of(name: str, rows: list[dict]) -> str:
