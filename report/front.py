@@ -60,8 +60,13 @@ def llama_table(root: Path, results: dict) -> str:
         row["tokens"] = found["batch_size"] * int(context) // found["gpus"]
         rows.append(row | {"published": peaks.get(row.get("published"))})
     below = footer(results["front"], "front", "predicted", predicted.values())
-    below += footer(gpu, "one_gpu", machine_line(gpu["hardware"], on_cpu=False), gpu["rows"])
+    below += gpu_footer(gpu, gpu["rows"])
     return draw(rows, TABLES["front-llama"]) + below
+
+
+def gpu_footer(found: dict, rows: list[dict]) -> str:
+    """The line below what a GPU measured of some rows of results/one_gpu.json."""
+    return footer(found, "one_gpu", machine_line(found["hardware"], on_cpu=False), rows)
 
 
 def pictures(root: Path, results: dict) -> dict[str, dict]:

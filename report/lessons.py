@@ -26,8 +26,9 @@ row of results/one_gpu.json; as ``{fit llama3-8b 8 H100/peak:.1f GiB}`` into web
 import re
 from pathlib import Path
 
-from report.blocks import TABLES, Cell, draw, footer, machine_line, origin
-from report.front import MEMORY
+from report.blocks import TABLES, Cell, draw, footer
+from report.front import MEMORY, gpu_footer
+from report.predictions import fit_footer
 from report.results import Unusable, load
 from report.steps import SHOWN
 from techniques import LESSONS, Technique, technique
@@ -192,9 +193,8 @@ def communication(name: str, shown: dict, results: dict, links: dict) -> str:
     below = "Bytes: the formula in [techniques.py](techniques.py); "
     below += "rates of [estimator/links.json](estimator/links.json)"
     if "alone" in shown:
-        gpu = results["one_gpu"]
-        on = machine_line(gpu["hardware"], on_cpu=False)
-        below += f"; compute: {footer(gpu, 'one_gpu', on, [alone(shown, results)]).strip()}"
+        rows = [alone(shown, results)]
+        below += f"; compute: {gpu_footer(results['one_gpu'], rows).strip()}"
     return f"{line}\n\n{below}"
 
 
@@ -302,9 +302,6 @@ def answers(root: Path, results: dict, chinese: bool) -> dict[str, str]:
     fit = load(root / "website" / "data" / "fit.json")
     cells = {f"fit {c['model']} {c['gpus']} {c['memory']}": c for c in fit["data"]["cells"]}
     figures = Answer(results["front"]["outputs"] | course["outputs"] | {"H100": measured} | cells)
-    on_gpu = footer(gpu, "one_gpu", machine_line(gpu["hardware"], on_cpu=False), [{}])
-    recommended = f"\n\n{origin(fit, 'predicted')}; `python website/make_data.py`; "
-    recommended += "[website/data/fit.json](website/data/fit.json)"
     found = {}
     for path in sorted(ANSWERS.glob("*.md")):  # CP.md before CP.zh-CN.md
         name, _, language = path.stem.partition(".")
@@ -316,11 +313,11 @@ def answers(root: Path, results: dict, chinese: bool) -> dict[str, str]:
             except (KeyError, IndexError) as error:
                 raise Unusable(f"{path}, answer {number}: no result has {error}") from None
             runs = [course["outputs"].get(run, {}) for run in sorted({*RUN.findall(text)})]
-            below = recommended
+            below = fit_footer(fit)
             if "{fit " not in text:
                 below = footer(course, "course", course["hardware"]["cpu"], runs or [{}])
             if "{H100/" in text:
-                below += on_gpu
+                below += gpu_footer(gpu, [{}])
             found[f"answer-{name}-{number}"] = FOLDED.format(filled + below)
     return found
 

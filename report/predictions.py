@@ -37,6 +37,10 @@ def recommended(root: Path) -> str:
         about["host"] = cell.get("host") or None
         if cell["memory"] == "H100" and cell["gpus"] > 1 and cell["model"] in MODELS:
             rows.append(cell | about)
-    line = f"{origin(fit, 'predicted')}; `python website/make_data.py`"
+    return draw(rows, TABLES["recommended"]) + fit_footer(fit)
+
+
+def fit_footer(fit: dict) -> str:
+    """The line below what website/data/fit.json says."""
     link = "[website/data/fit.json](website/data/fit.json)"
-    return f"{draw(rows, TABLES['recommended'])}\n\n{line}; {link}"
+    return f"\n\n{origin(fit, 'predicted')}; `python website/make_data.py`; {link}"
