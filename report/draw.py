@@ -37,17 +37,15 @@ def loss_by_tokens(rows: list[dict]) -> dict:
     """The loss on text against the tokens seen; lines become thinner, as they overlap."""
     run = rows[0]["runs"][0]
     millions = run["global_batch_size"] * run["context"] / 1e6
-    curves = {row["name"]: row["runs"][0]["curve"] for row in rows if row["runs"][0]["curve"]}
+    lines = {}
+    for row in rows:
+        steps, losses = zip(*row["runs"][0]["curve"], strict=True)
+        lines[row["name"]] = {"-": ([step * millions for step in steps], losses)}
     return {
         "axes": {"xlabel": "million tokens", "ylabel": f"training loss ({run['model']})"},
-        "lines": {name: {"-": scaled(curve, millions)} for name, curve in curves.items()},
-        "widths": [1 + 2 * i for i in reversed(range(len(curves)))],
+        "lines": lines,
+        "widths": [1 + 2 * i for i in reversed(range(len(lines)))],
     }
-
-
-def scaled(curve: list[tuple[int, float]], unit: float) -> tuple[list[float], list[float]]:
-    """A curve of the loss by step, with the x-axis in another unit."""
-    return [step * unit for step, _ in curve], [loss for _, loss in curve]
 
 
 def bandwidths(sweep: dict) -> dict:
