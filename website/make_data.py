@@ -7,6 +7,7 @@ Without a name it writes all four.
 
 import contextlib
 import datetime
+import io
 import json
 import os
 import sys
@@ -20,7 +21,6 @@ sys.path[:0] = [str(ROOT)]
 
 import estimate  # noqa: E402
 from estimator import recommend, techniques, trial  # noqa: E402
-from estimator.live_bytes import LiveBytes  # noqa: E402
 from estimator.tables import room_of  # noqa: E402
 from harness.measure import git_commit, versions  # noqa: E402
 from report.steps import SHOWN  # noqa: E402
@@ -58,12 +58,10 @@ def record(name: str, title: str) -> dict | None:
     technique = techniques.make_technique(name, GPUS)
     flags, batch = JOBS[title]
     words = [*technique.command, *flags.split(), "--batch-size", str(batch // technique.gpus)]
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
-        try:
-            live, _ = trial.run_script(words, technique.ranks)
-        except (SystemExit, NotImplementedError, *trial.NEEDS_NUMBERS):
-            return None
-    return {"technique": name, "job": title} | series_of(live, technique.on_host)
+    try:
+        return {"technique": name, "job": title} | series_of(technique, words)
+    except (SystemExit, NotImplementedError, *trial.NEEDS_NUMBERS):
+        return None
 
 
 def worked() -> dict:
@@ -80,16 +78,16 @@ def work(one: dict) -> dict:
     [row] = one["output"]
     technique = techniques.make_technique(row["technique"], row["gpus"])
     words = [*row["command"], "--batch-size", str(row["batch_size"] // technique.gpus)]
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+    return series_of(technique, words)
+
+
+def series_of(technique: techniques.Setup, words: list[str]) -> dict:
+    """Run a command's training step, and split it, without the evaluation after it, into at most
+    ``POINTS`` parts. Returns the bytes by kind at the peak of each part, and the phases: where each
+    begins, as a fraction of the step's events, and its name."""
+    with contextlib.redirect_stdout(io.StringIO()):
         live, _ = trial.run_script(words, technique.ranks)
-    return series_of(live, technique.on_host)
-
-
-def series_of(live: LiveBytes, without: tuple[str, ...] = ()) -> dict:
-    """Split the step, without the evaluation after it, into at most ``POINTS`` parts. Returns the
-    bytes by kind at the peak of each part, and the phases: where each begins, as a fraction of the
-    step's events, and its name."""
-    now = {kind: 0 for kind in live.KINDS if kind not in without}
+    now = {kind: 0 for kind in live.KINDS if kind not in technique.on_host}
     [end] = [begin for begin, name in live.phases if name == "evaluation"]
     events = end - live.begin + 1
     points = min(POINTS, events)

@@ -28,8 +28,8 @@ OTHER = r"^```.*?^```|<!--.*?-->|^ *(?:#|\||<|>).*?$|`[^`]*`|!?\[[^\]]*\]\([^)]*
 BUTTONS = "[Start the course](docs/course.md){ .md-button .md-button--primary } "
 BUTTONS += "[Will it fit?](docs/estimate.md){ .md-button }"
 WIDGET = re.compile(r'data-widget="(\w+)"')
-CODE = {"": "text", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sbatch": "bash"}
-CODE |= {".args": "text", ".cff": "yaml", ".toml": "toml", ".txt": "text"}
+CODE = {"": "text", ".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".args": "text"}
+CODE |= {".cff": "yaml", ".txt": "text"}
 
 
 def prepare(root: Path, target: Path) -> Path:
