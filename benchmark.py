@@ -1,14 +1,13 @@
 """Measure the scripts on the same work, and write the results into these pages.
 
 Measure     python benchmark.py --suite gpt
-            The suites are files in measure/suites/: quick, gpt, shakespeare (needs its text in
-            data/), peers, gpu (needs data/gpt2.txt, which measure/gpu_session.sh writes),
-            collectives, one_gpu, published, front and outputs. Each row runs in fresh processes
-            with its own launch command, and the rows alternate (A B C, A B C, ...). The results go
-            to results/SUITE.json, with --only to results/SUITE.only.json; a row within 10%
-            (memory: 2%) of its last measurement keeps the old figures and their date. A row that
-            fails reports why, and the others continue. (The last five suites have steps instead of
-            rows, of which the last one measures, or commands whose output is recorded.)
+            The suites are the files of measure/suites/. Each row runs in fresh processes with its
+            own launch command, and the rows alternate (A B C, A B C, ...). The results go to
+            results/SUITE.json, with --only to results/SUITE.only.json; a row within 10% (memory:
+            2%) of its last measurement keeps the old figures and their date. A row that fails
+            reports why, and the others continue. Suites without rows have steps, of which the last
+            one measures, or commands whose output is recorded. shakespeare needs its text in data/,
+            and gpu data/gpt2.txt, which measure/gpu_session.sh writes.
 Doubt       python benchmark.py --suite gpt --only "FSDP x4" --again
             Measures rows once more, prints each figure beside the one in results/ with the ratio,
             and writes nothing.
