@@ -40,11 +40,8 @@ def coloured(lines: list[str]) -> list[str]:
 
 
 def row(kind: str, old: list[str], new: list[str]) -> str:
-    same = kind == "equal"
-    cells = cell("old", "code" if same else "del", old) + cell(
-        "new", "code" if same else "ins", new
-    )
-    return f'<div class="row {kind}">{cells}</div>'
+    before, after = ("code", "code") if kind == "equal" else ("del", "ins")
+    return f'<div class="row {kind}">{cell("old", before, old)}{cell("new", after, new)}</div>'
 
 
 def cell(side: str, tag: str, lines: list[str]) -> str:
