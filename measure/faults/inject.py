@@ -59,19 +59,32 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PATH": PATH}
 
 
 def main():
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of_trials(__doc__)
     parser.add_argument("--script", nargs="+", metavar="'SCRIPT FLAGS'",
         help="each trial takes one of them, at random (default: all techniques)")  # fmt: skip
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
-    parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
     args = parser.parse_args()
     args.script = args.script or list(every_script(RANKS))
     if missing := [one for one in args.script if not (ROOT / one.split()[0]).is_file()]:
         parser.error(f"--script {missing[0]}: no such script; try pytorch_torchrun_DDP.py")
+    carry_out(args, run_trials, f"{', '.join(args.script)}: {JOB}")
 
+
+def parser_of_trials(doc):
+    """With the flags that this program shares with replicas.py."""
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
+    return parser
+
+
+def carry_out(args, run_trials, about):
+    """Say what is run, where, and end with exit code 0 if ``run_trials``'s outcomes are clean."""
+    print(f"$ python {os.path.relpath(sys.argv[0], ROOT)} {shlex.join(sys.argv[1:])}")
+    where = f"commit {git_commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
+    print(f"{where}; {about}", flush=True)
     args.server = Server(os.environ | ENVIRONMENT)
     try:
         with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
@@ -92,9 +105,6 @@ def every_script(ranks):
 
 
 def run_trials(args, folder):
-    print(f"$ python measure/faults/inject.py {shlex.join(sys.argv[1:])}")
-    where = f"commit {git_commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
-    print(f"{where}; {', '.join(args.script)}: {JOB}", flush=True)
     expected = {script: weights_without_fault(args, folder / "whole", script)
                 for script in args.script}  # fmt: skip
 

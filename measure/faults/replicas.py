@@ -18,17 +18,13 @@ Exit code: 0 if all trials were clean, else 1.
 
 import functools
 import json
-import os
 import random
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +35,6 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from harness.measure import git_commit  # noqa: E402
 from measure.faults import inject  # noqa: E402
 
 PHASES = ["data", "forward", "backward", "optimizer"]
@@ -74,29 +69,16 @@ class Fault(NamedTuple):
 
 
 def main():
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
+    parser = inject.parser_of_trials(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=["kill", "stop"], default=["kill", "stop"])
     parser.add_argument("--in-state", action="store_true",
         help="one returns, and one of those that send it their state is killed")  # fmt: skip
     parser.add_argument("--patience", type=float, default=8, help="that of the script, in seconds")
-    parser.add_argument("--jobs", type=int, default=1, help="trials at the same time")
     args = parser.parse_args()
-    args.server = inject.Server(os.environ | inject.ENVIRONMENT)
-    try:
-        with tempfile.TemporaryDirectory(prefix="replicas-", ignore_cleanup_errors=True) as folder:
-            outcomes = run_trials(args, Path(folder))
-    finally:
-        args.server.close()
-    sys.exit(outcomes.count("clean") != args.trials)
+    inject.carry_out(args, run_trials, f"{REPLICAS} replicas of {RANKS} ranks: {JOB}")
 
 
 def run_trials(args, folder):
-    print(f"$ python measure/faults/replicas.py {shlex.join(sys.argv[1:])}")
-    where = f"commit {git_commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
-    print(f"{where}; {REPLICAS} replicas of {RANKS} ranks: {JOB}", flush=True)
     rng = random.Random(args.seed)
     trials = []
     for number in range(args.trials):
@@ -105,7 +87,7 @@ def run_trials(args, folder):
         for replica in victims:
             kind = rng.choices(args.kinds, [4, 1][: len(args.kinds)])[0]
             step = rng.randint(1, STEPS // 2)
-            faults.append(Fault(replica, rng.randrange(RANKS), step, rng.choice(args.phases), kind))
+            faults.append(Fault(replica, rng.randrange(RANKS), step, rng.choice(PHASES), kind))
         again = rng.randrange(2)
         if args.in_state:  # an old replica, while another one that was killed is let in again
             again = 1
