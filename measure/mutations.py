@@ -5,7 +5,7 @@
 Each row of mutations.json replaces a piece of text in a copy of git's index, and runs the
 pytest arguments of the row until a test fails. A change is
 
-    found       a test failed, which is printed
+    found       a test failed, which is printed, or the tests did not end within LIMIT
     survived    all these tests passed
     outdated    the text to be replaced is not in the file exactly once
 
@@ -40,9 +40,11 @@ def try_out(row: dict[str, str]) -> tuple[str, str]:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
         command += shlex.split(row["tests"])
         env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-        finished = subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT
-        )
+        options = {"cwd": folder, "env": env, "capture_output": True, "text": True}
+        try:
+            finished = subprocess.run(command, **options, timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            return "found", f"no end within {LIMIT} s"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", finished.stdout, re.MULTILINE)
     if finished.returncode and not failed:  # no test was selected, or pytest itself failed
         raise RuntimeError(f"{row['name']}: {shlex.join(command)}\n{finished.stdout[-2000:]}")

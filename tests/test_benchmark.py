@@ -14,7 +14,7 @@ from checkout import copy_checkout
 from conftest import ROOT, environment, launch, succeed, wait_for
 
 import benchmark
-from measure import again, outcome, runner
+from measure import again, mutations, outcome, runner
 from report import draw, pages, translations
 from report.results import Unusable
 from techniques import TECHNIQUES
@@ -434,3 +434,11 @@ def test_a_run_that_fails_records_nothing(tmp_path):
     command = "sh -c 'echo begun; echo ValueError: too wrong >&2; exit 1' --output-dir runs/a"
     with pytest.raises(SystemExit, match="3"):
         outcome.record({"a": command}, tmp_path, environment())
+
+
+def test_a_change_with_which_tests_do_not_end_is_found(monkeypatch):
+    """And the changes after it are tried."""
+    monkeypatch.setattr(mutations, "LIMIT", 0.1)
+    row = {"file": "measure/suites/quick.json", "old": '"repeats": 1', "new": '"repeats": 2'}
+    outcome = mutations.try_out(row | {"tests": "tests/test_benchmark.py -k nothing"})
+    assert outcome == ("found", "no end within 0.1 s")
