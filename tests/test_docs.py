@@ -27,6 +27,7 @@ from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import common
+import estimate
 from harness import cli, clock
 from report import translations
 from report.pages import BLOCK, chinese_of, list_pages
@@ -56,16 +57,25 @@ def shell_lines(page):
 
 
 PROGRAMS = ["estimate", "model_inference", "benchmark", "timeline"]
-OURS = re.compile(r"(pytorch_\w+|model_inference|benchmark|timeline)\.py")
+OURS = re.compile(rf"(pytorch_\w+|{'|'.join(PROGRAMS)})\.py")
+TO_BE_FILLED_IN = re.compile(r"^diff |\$\(| (?!FSDP|HSDP)[A-Z]{4,}\b")
 
 
 def script_in(line):
     """The script that a line of a page starts, and the words after it; unless the line is one to be
     filled in."""
-    is_whole = not re.search(r"^diff |\$\(| [A-Z]{4,}\b", line)
-    words = shlex.split(line, comments=True) if is_whole else []
-    at = next((i for i, word in enumerate(words) if OURS.fullmatch(word)), len(words))
-    return (*words[at : at + 1], words[at + 1 :]) if at < len(words) else (None, [])
+    words = [] if TO_BE_FILLED_IN.search(line) else shlex.split(line, comments=True)
+    for at, word in enumerate(words):
+        if OURS.fullmatch(word):
+            return word, words[at + 1 :]
+    return None, []
+
+
+def trained_by(words):
+    """The first script that an estimate runs, and the flags that it hands on."""
+    args, flags = estimate.parse_args(words)
+    name, *own = (args.only or "SingleGPU").partition(",")[0].split()
+    return f"pytorch_{name}.py", [*own, *flags]
 
 
 # The commands of docs/techniques/
@@ -132,6 +142,10 @@ def parse(monkeypatch):
         script, words = script_in(line)
         if not script:
             return
+        if script == "estimate.py":
+            if any(word.endswith(".py") for word in words):
+                return  # a file of the reader: test_own_file.py
+            script, words = trained_by(words)
         trains = script.startswith("pytorch_") and script.removesuffix(".py") not in NO_TRAINING
         where = common if trains else argparse.ArgumentParser
         if trains and "--weights" in words and "--model" in words:
