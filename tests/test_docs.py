@@ -1,5 +1,5 @@
 """README, docs/ and what else people read: commands run as shown, flags exist, links have a target,
-both languages say the same, and the quotes on docs/troubleshooting.md are what PyTorch prints."""
+both languages say the same, and what PyTorch prints is on docs/troubleshooting.md."""
 
 import argparse
 import contextlib
@@ -7,32 +7,24 @@ import difflib
 import inspect
 import io
 import json
-import mmap
 import re
 import runpy
 import shlex
 import sys
 import textwrap
-from functools import partial
-from pathlib import Path
 
-import jsonschema
 import pytest
-import torch
-import yaml
 from checkout import copy_checkout
 from conftest import ROOT, cases, launch, name_of, succeed
-from torch import nn
-from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import common
 import estimate
-from harness import cli, clock
+from harness import cli
 from report import translations
 from report.pages import BLOCK, chinese_of, list_pages
 from techniques import LESSONS as ROWS
-from techniques import TECHNIQUES, technique
+from techniques import TECHNIQUES
 
 ENGLISH = list_pages(ROOT, chinese=False)
 CHINESE = list_pages(ROOT, chinese=True)
@@ -322,95 +314,6 @@ def anchors(text):
     return [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
 
 
-def sent_by(name, dtype):
-    """Bytes per parameter and step, by the formula, on four ranks."""
-    return sum(technique(name).sends(4, {"dtype": dtype}).values())
-
-
-def directions_share():
-    """The setting exists since PyTorch 2.14."""
-    config = getattr(torch.distributed, "config", None)
-    return not getattr(config, "pipeline_per_direction_p2p", False)
-
-
-def launcher_reads_the_variable():
-    runner = pytest.importorskip("deepspeed.launcher.runner")
-    source = inspect.getsource(runner.main)
-    return source.index("visible_devices_env") < source.index("args.include = ")
-
-
-def wrapper_sends_buffers():
-    """In evaluation, too, and only if there are any."""
-    both = (DistributedDataParallel(layer).eval() for layer in (nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    return [wrapper.will_sync_module_buffers() for wrapper in both] == [False, True]
-
-
-def graph_is_split_unless_it_was_made_before():
-    """By the number of graphs of four layers, each as large as a bucket."""
-    found = {}
-    for when in ("before", "after", "in between"):
-        torch._dynamo.reset()
-        graphs = []
-        model = Layers()
-        backend = partial(note_graph, graphs)
-        if when != "after":
-            model.compile(backend=backend)
-        if when == "in between":
-            model(torch.ones(1, 600))
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
-        if when == "after":
-            wrapped.compile(backend=backend)
-        wrapped(torch.ones(1, 600))
-        found[when] = len(graphs)
-    return found["before"] == found["after"] > 1 == found["in between"]
-
-
-class Layers(nn.Module):
-    """PyTorch 2.11 does not compile an nn.Sequential."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def note_graph(graphs, graph, inputs):
-    graphs.append(graph)
-    return graph
-
-
-@pytest.fixture
-def alone():
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("name, said, holds", [
-    ("techniques/FSDP", "in fp32 FSDP sends 1.5 times DDP's bytes",
-     lambda: sent_by("FSDP", "float32") == 1.5 * sent_by("torchrun_DDP", "float32")),
-    ("techniques/FSDP", "With `--dtype bfloat16` it sends as many",
-     lambda: sent_by("FSDP", "bfloat16") == sent_by("torchrun_DDP", "float32")),
-    ("techniques/PP", "pipeline_per_direction_p2p = True`, off by default", directions_share),
-    ("techniques/compile", "do not run the compiled model in between",
-     graph_is_split_unless_it_was_made_before),
-    ("techniques/torchrun_DDP", "evaluating the DDP wrapper there if the model has buffers",
-     wrapper_sends_buffers),
-    ("techniques/DeepSpeed", "Without both, the launcher takes the GPUs of the variable",
-     launcher_reads_the_variable),
-    ("measuring", "the first half of its steps if it has fewer than twenty",
-     lambda: clock.WARMUP_STEPS == 10),
-], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
-def test_what_a_page_says_holds(name, said, holds, alone):
-    """Each sentence has been wrong, and may become so with a version of its library."""
-    assert said in " ".join((ROOT / f"docs/{name}.md").read_text().split())
-    assert holds()
-
-
 @pytest.mark.parametrize(
     "child, parent",
     [(t.name, t.parent) for t in TECHNIQUES if t.parent and t.name != "ND_parallel"],
@@ -435,7 +338,6 @@ def code_of(name):
 TROUBLES = [(ROOT / f"docs/{n}.md").read_text() for n in ("troubleshooting", "silent_mistakes")]
 ROWS = re.findall(r"^\| (.+) \| .+ \| (.+) \|$", "".join(TROUBLES), re.MULTILINE)
 PROVOKED = {where[1:-1]: seen for seen, where in ROWS if re.fullmatch(r"`\w+`", where)}
-SOURCES = {seen: where[1:-1] for seen, where in ROWS if re.fullmatch(r"`(lib|dist).+`", where)}
 SLOW = ["compiled_late", "half_a_library"]  # wait for a compiler
 DEFINED = {
     path.stem: {*re.findall(r"^def (\w+)\(remedy\)", path.read_text(), re.M)}.difference(SLOW)
@@ -469,49 +371,3 @@ def test_troubles_provoked_and_remedied(file, names):
 
 def test_all_troubles_are_on_the_page():
     assert {*SLOW}.union(*DEFINED.values()) == PROVOKED.keys()
-
-
-def test_troubles_of_a_gpu():
-    """The words are in the library that prints them."""
-    packages = Path(torch.__file__).parents[1]
-    for seen, name in SOURCES.items():
-        for path in [*packages.glob(f"torch/*/{name}"), *packages.glob(f"nvidia/nccl/lib/{name}")]:
-            with open(path, "rb") as file:
-                text = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-                words = WORDS.findall(seen)
-                assert any(text.find(word.encode()) >= 0 for word in words), seen
-
-
-# ------------------------------------------------------------------------------ files for clusters
-def kubeflow_accepts(text):
-    """Whether the classes of its API have all that a file says: they leave out unknown keys."""
-    models = pytest.importorskip("kubeflow_trainer_api.models")
-    documents = list(yaml.safe_load_all(text))
-    with contextlib.suppress(ValueError):
-        kinds = [getattr(models, f"TrainerV1alpha1{document['kind']}") for document in documents]
-        both = zip(kinds, documents, strict=True)
-        return documents == [kind.from_dict(document).to_dict() for kind, document in both]
-    return False
-
-
-def skypilot_accepts(text):
-    schema = json.loads((ROOT / "tests" / "schemas" / "skypilot_task.json").read_text())
-    return jsonschema.Draft202012Validator(schema).is_valid(yaml.safe_load(text))
-
-
-@pytest.mark.parametrize("name, accepts, keys", [
-    ("kubeflow", kubeflow_accepts, "restartStrategy terminationGracePeriodSeconds claimName"),
-    ("kubeflow", kubeflow_accepts, "numProcPerNode podFailurePolicy onPodConditions status"),
-    ("skypilot", skypilot_accepts, "num_nodes use_spot max_restarts_on_errors run"),
-])  # fmt: skip
-def test_schemas_of_clusters(name, accepts, keys):
-    """Also, that a misspelt key is refused: Kubernetes would drop it and say nothing."""
-    text = (ROOT / "config" / f"{name}_torchrun.yaml").read_text()
-    assert accepts(text)
-    assert not [key for key in keys.split() if accepts(re.sub(rf"\b{key}:", f"{key}s:", text))]
-
-
-def test_hostfile():
-    """DeepSpeed's own reader understands it."""
-    deepspeed = pytest.importorskip("deepspeed.launcher.runner")
-    assert deepspeed.fetch_hostfile(str(ROOT / "config/hostfile")) == {"node1": 4, "node2": 4}

@@ -1,12 +1,14 @@
-"""Several machines, simulated on one: two torchrun agents, and two networks."""
+"""Several machines, simulated on one: two torchrun agents, and two networks; files for clusters."""
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 
+import jsonschema
 import pytest
 import yaml
 from conftest import ROOT, environment, free_port, snapshots, started, succeed, wait_for
@@ -162,3 +164,37 @@ def test_slurm_file(tmp_path):
     assert not (output / "model.pt").exists()
     finished = succeed(command, **env, SLURM_RESTART_COUNT="1")
     assert "resumed from" in finished.stdout and (output / "model.pt").is_file()
+
+
+def kubeflow_accepts(text):
+    """Whether the classes of its API have all that a file says: they leave out unknown keys."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    documents = list(yaml.safe_load_all(text))
+    with contextlib.suppress(ValueError):
+        kinds = [getattr(models, f"TrainerV1alpha1{document['kind']}") for document in documents]
+        both = zip(kinds, documents, strict=True)
+        return documents == [kind.from_dict(document).to_dict() for kind, document in both]
+    return False
+
+
+def skypilot_accepts(text):
+    schema = json.loads((ROOT / "tests/schemas/skypilot_task.json").read_text())
+    return jsonschema.Draft202012Validator(schema).is_valid(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("name, accepts, keys", [
+    ("kubeflow", kubeflow_accepts, "restartStrategy terminationGracePeriodSeconds claimName"),
+    ("kubeflow", kubeflow_accepts, "numProcPerNode podFailurePolicy onPodConditions status"),
+    ("skypilot", skypilot_accepts, "num_nodes use_spot max_restarts_on_errors run"),
+])  # fmt: skip
+def test_schemas_of_clusters(name, accepts, keys):
+    """Also, that a misspelt key is refused: Kubernetes would drop it and say nothing."""
+    text = (ROOT / "config" / f"{name}_torchrun.yaml").read_text()
+    assert accepts(text)
+    assert not [key for key in keys.split() if accepts(re.sub(rf"\b{key}:", f"{key}s:", text))]
+
+
+def test_hostfile():
+    """DeepSpeed's own reader understands it."""
+    deepspeed = pytest.importorskip("deepspeed.launcher.runner")
+    assert deepspeed.fetch_hostfile(str(ROOT / "config/hostfile")) == {"node1": 4, "node2": 4}

@@ -1,6 +1,7 @@
-"""Sections of the pages that answer a question: their code is tried."""
+"""Sections of the pages that answer a question: their code is tried; and sentences of pages."""
 
 import contextlib
+import inspect
 import mmap
 import re
 import subprocess
@@ -12,9 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, succeed
+from test_docs import ROWS, WORDS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import clock
+from techniques import technique
 
 DEBUGGED = """
 import torch, torch.distributed as dist
@@ -44,6 +50,14 @@ def test_what_generates_alone_is_tested():
     _, _, function = source.partition("def gathers_for_each_token")
     for line in code.splitlines():
         assert line.startswith("...") or line.strip() in function, line
+
+
+@pytest.fixture
+def alone():
+    """One rank, without others."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------ a debugger
@@ -172,6 +186,16 @@ def test_tensors_that_stay_are_counted():
 
 
 # --------------------------------------------------------------------------------- recompilation
+def noting(graphs):
+    """A compiler that compiles nothing, but notes its graphs."""
+
+    def compile_nothing(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    return compile_nothing
+
+
 class Numbered(nn.Module):
     def __init__(self, number, reads_it):
         super().__init__()
@@ -195,26 +219,19 @@ COMPILED = [  # dynamic, reads its number, is sharded, and graphs after each of 
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="counted in PyTorch 2.14")
 @pytest.mark.full  # of PyTorch alone
 @pytest.mark.parametrize("is_dynamic, reads_it, shards, expected", COMPILED)
-def test_how_often_blocks_are_compiled(is_dynamic, reads_it, shards, expected):
+def test_how_often_blocks_are_compiled(is_dynamic, reads_it, shards, expected, alone):
     """Ten blocks, of which the first one gets an input that needs no gradient."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch._dynamo.reset()
     graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
     model = nn.Sequential(*(Numbered(i, reads_it) for i in range(10)))
     for block in model:
         if shards:
             fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
-        block.compile(backend=backend, dynamic=is_dynamic)
+        block.compile(backend=noting(graphs), dynamic=is_dynamic)
     found = []
     for length in (3, 5, 7):
         model(torch.ones(2, length, 4)).sum().backward()
         found.append(len(graphs))
-    dist.destroy_process_group()
     assert found == expected and torch._dynamo.config.recompile_limit == 8
 
 
@@ -233,16 +250,34 @@ def test_accelerate_refuses_a_model_on_several_devices(monkeypatch):
     assert said in " ".join((ROOT / "docs/troubleshooting.md").read_text().replace("`", "").split())
 
 
+def words_in(path, words):
+    """Those that a library has."""
+    with open(path, "rb") as file:
+        content = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        return {word for word in words if content.find(word.encode()) >= 0}
+
+
+PACKAGES = Path(torch.__file__).parents[1]
+
+
 def test_nccl_has_the_variables_and_lines_of_the_pages():
-    library = Path(torch.__file__).parents[1] / "nvidia/nccl/lib/libnccl.so.2"
+    library = PACKAGES / "nvidia/nccl/lib/libnccl.so.2"
     if not library.is_file():
         pytest.skip("PyTorch for a CPU has no nccl")
     text = "".join((ROOT / f"docs/{n}.md").read_text() for n in ("multi_node", "troubleshooting"))
-    names = set(re.findall(r"\bNCCL_[A-Z0-9_]+", text))
-    lines = {"Using network %s", "NET/IB : Using", "NET/Socket : Using", "/GDRDMA"}
-    with open(library, "rb") as file:
-        found = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        assert not [name for name in names | lines if found.find(name.encode()) < 0]
+    words = set(re.findall(r"\bNCCL_[A-Z0-9_]+", text))
+    words |= {"Using network %s", "NET/IB : Using", "NET/Socket : Using", "/GDRDMA"}
+    assert words_in(library, words) == words
+
+
+OF_LIBRARIES = {seen: where[1:-1] for seen, where in ROWS if re.fullmatch("`(lib|dist).+`", where)}
+
+
+def test_troubles_of_a_gpu():
+    """Their words are in the library that prints them, if it is here."""
+    for seen, name in OF_LIBRARIES.items():
+        for path in [*PACKAGES.glob(f"torch/*/{name}"), *PACKAGES.glob(f"nvidia/nccl/lib/{name}")]:
+            assert words_in(path, WORDS.findall(seen)), seen
 
 
 @pytest.mark.full
@@ -281,3 +316,81 @@ def test_versions_of_the_page():
             checked += 1
     if not checked:
         pytest.skip("no package is installed in the version of the page")
+
+
+# ------------------------------------------------------------------------------ single sentences
+def sent_by(name, dtype):
+    """Bytes per parameter and step, by the formula, on four ranks."""
+    return sum(technique(name).sends(4, {"dtype": dtype}).values())
+
+
+def directions_share():
+    """The setting exists since PyTorch 2.14."""
+    config = getattr(dist, "config", None)
+    return not getattr(config, "pipeline_per_direction_p2p", False)
+
+
+def launcher_reads_the_variable():
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    source = inspect.getsource(runner.main)
+    return source.index("visible_devices_env") < source.index("args.include = ")
+
+
+def wrapper_sends_buffers():
+    """In evaluation, too, and only if there are any."""
+    both = (DistributedDataParallel(layer).eval() for layer in (nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    return [wrapper.will_sync_module_buffers() for wrapper in both] == [False, True]
+
+
+def graph_is_split_unless_it_was_made_before():
+    """By the number of graphs of four layers, each as large as a bucket."""
+    found = {}
+    for when in ("before", "after", "in between"):
+        torch._dynamo.reset()
+        graphs = []
+        model = Layers()
+        backend = noting(graphs)
+        if when != "after":
+            model.compile(backend=backend)
+        if when == "in between":
+            model(torch.ones(1, 600))
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+        if when == "after":
+            wrapped.compile(backend=backend)
+        wrapped(torch.ones(1, 600))
+        found[when] = len(graphs)
+    return found["before"] == found["after"] > 1 == found["in between"]
+
+
+class Layers(nn.Module):
+    """PyTorch 2.11 does not compile an nn.Sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("name, said, holds", [
+    ("techniques/FSDP", "in fp32 FSDP sends 1.5 times DDP's bytes",
+     lambda: sent_by("FSDP", "float32") == 1.5 * sent_by("torchrun_DDP", "float32")),
+    ("techniques/FSDP", "With `--dtype bfloat16` it sends as many",
+     lambda: sent_by("FSDP", "bfloat16") == sent_by("torchrun_DDP", "float32")),
+    ("techniques/PP", "pipeline_per_direction_p2p = True`, off by default", directions_share),
+    ("techniques/compile", "do not run the compiled model in between",
+     graph_is_split_unless_it_was_made_before),
+    ("techniques/torchrun_DDP", "evaluating the DDP wrapper there if the model has buffers",
+     wrapper_sends_buffers),
+    ("techniques/DeepSpeed", "Without both, the launcher takes the GPUs of the variable",
+     launcher_reads_the_variable),
+    ("measuring", "the first half of its steps if it has fewer than twenty",
+     lambda: clock.WARMUP_STEPS == 10),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_what_a_page_says_holds(name, said, holds, alone):
+    """Each sentence has been wrong, and may become so with a version of its library."""
+    assert said in " ".join((ROOT / f"docs/{name}.md").read_text().split())
+    assert holds()
