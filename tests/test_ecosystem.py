@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 from conftest import HOOKED, ROOT, cases, distance, free_port, hooked, launch, read_run, succeed
-from test_snapshots import stop
+from test_stop import stop
 
 for library in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(library)

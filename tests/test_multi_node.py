@@ -13,6 +13,7 @@ import pytest
 import yaml
 from conftest import ROOT, environment, free_port, snapshots, started, succeed, wait_for
 from test_snapshots import JOB, same
+from test_stop import stop
 
 SMALL = f"{JOB} --model shufflenet_v2_x0_5 --deterministic --epochs 20"  # seconds, for a signal
 FLAGS = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv_backend=c10d --rdzv_id=job"
@@ -155,10 +156,7 @@ def test_slurm_file(tmp_path):
     env = {"PATH": path, "CALLS": str(calls), "SLURM_JOB_ID": str(os.getpid())}
     env |= {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "1"}
     command = f"bash config/slurm_torchrun.sbatch {SMALL} --output-dir {output}"
-    with started(command, **env) as job:
-        wait_for(lambda: snapshots(output))
-        job.send(signal.SIGTERM)
-        finished = job.end()
+    finished = stop(command, output, **env)
     assert "stopped by SIGTERM after step" in finished.stdout, str(finished)
     assert calls.read_text() == f"requeue {os.getpid()}\n"
     assert not (output / "model.pt").exists()
