@@ -3,7 +3,6 @@ each row of docs/slow.md, produced on purpose.
 Its command: torchrun --standalone --nproc_per_node=2 pytorch_torchrun_DDP.py --trace 3
 """
 
-import functools
 import json
 import os
 import re
@@ -13,7 +12,7 @@ import time
 import pytest
 import slow
 import torch
-from conftest import ROOT, hooked, launch, succeed
+from conftest import ROOT, hooked, launch
 
 from harness import clock
 from report import traces
@@ -109,16 +108,13 @@ JOB += " --train-samples 384 --print-freq 6"  # 24 steps, of which the 23rd may 
 LATE, LATENCY, STALL = (1e3 * seconds for seconds in (slow.LATE, slow.LATENCY, slow.STALL))
 
 
-@pytest.fixture(scope="module")
-def run_slowly(tmp_path_factory):
+@pytest.fixture
+def run_slowly(run_once):
     """A function that trains with DDP on two ranks, in a way of slow.py, and returns what
-    result.json says of the steps. The same run is done only once."""
+    result.json says of the steps."""
 
-    @functools.cache
     def get(way, flags=""):
-        output = tmp_path_factory.mktemp("slow")
-        command = hooked("pytorch_torchrun_DDP", 2, f"{JOB} {flags} --output-dir {output}")
-        finished = succeed(command, forked=True, HOOKS=way)
+        finished, output = run_once("pytorch_torchrun_DDP", 2, f"{JOB} {flags}", way)
         line, done = finished.lines[-2:]
         result = json.loads((output / "result.json").read_text())
         return result["breakdown"] | {"line": line, "done": done, "result": result}

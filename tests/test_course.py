@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 from conftest import ROOT, name_of, succeed
-from test_docs import shell_lines
+from test_docs import FENCED, shell_lines
 
 from jobs import sizes
 from report import diffs, lessons, pages
@@ -25,7 +25,6 @@ PAGES = [ROOT / "docs" / page for page in LINE if page.startswith("techniques/")
 SHELVED = [ROOT / "docs" / page for page in ORDER[SHELF] if page.startswith("techniques/")]
 ASKING = [page for page in SHELVED if "## Predict, then run" in page.read_text()]
 START = ROOT / "docs/start.md"  # a lesson of its own, without a technique
-FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 RECORDED = json.loads((ROOT / "measure/suites/course.json").read_text())["outputs"]
 FOUND = read_result(ROOT, "course")["outputs"]
@@ -182,22 +181,20 @@ def test_every_script_has_a_part():
         assert not row.unsolved or re.fullmatch(r"[A-Z][^.]*\.", row.unsolved)
 
 
-def test_llama_is_the_llama_of_the_scripts():
-    size = sizes.SIZES["llama3-8b"]
-    mlp = size.mlp_matrices * size.width * size.mlp_width
-    numbers = size.layers, size.width, size.vocabulary, lessons.SIZES["context"], lessons.GPUS
-    assert decoder(*numbers, kv=size.kv_heads / size.heads, mlp=mlp, llama=True) == lessons.LLAMA
-    assert round(lessons.LLAMA_70B.whole / 1e9, 1) == 70.6
+DRAWN = {"llama3-8b": lessons.LLAMA, "llama3-70b": lessons.LLAMA_70B}
+DRAWN |= {"qwen3-30b-a3b": lessons.QWEN}
 
 
-def test_qwen_is_the_qwen_of_the_scripts():
-    size = sizes.SIZES["qwen3-30b-a3b"]
-    mlp = size.mlp_matrices * size.width * size.mlp_width
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_model_of_the_pages_is_that_of_the_scripts(name):
+    size = sizes.SIZES[name]
     numbers = size.layers, size.width, size.vocabulary, lessons.SIZES["context"], lessons.GPUS
     heads = size.heads * size.head_width / size.width
-    of_heads = {"kv": size.kv_heads / size.heads, "heads": heads}
-    of_experts = {"mlp": mlp, "experts": size.experts, "top_k": size.top_k}
-    assert decoder(*numbers, **of_heads, **of_experts, llama=True) == lessons.QWEN
+    shape = {"kv": size.kv_heads / size.heads, "heads": heads, "llama": True}
+    shape |= {"mlp": size.mlp_matrices * size.width * size.mlp_width}
+    shape |= {"experts": size.experts, "top_k": size.top_k} if size.experts else {}
+    assert decoder(*numbers, **shape) == DRAWN[name]
+    assert name != "llama3-70b" or round(DRAWN[name].whole / 1e9, 1) == 70.6
 
 
 @pytest.mark.parametrize("name", lessons.SHOWN)

@@ -222,6 +222,13 @@ def cuda(monkeypatch):
     return fake
 
 
+@pytest.fixture
+def gpus(cuda, monkeypatch):
+    """Of which tensors have no data."""
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
+    return FakeGpus(cuda)
+
+
 def test_the_clock_of_a_process_that_goes_on(cuda):
     """It has a warm-up of its own, and the steps of the process before."""
     ours = clock.StepClock([torch.device("cuda:1")])
@@ -253,15 +260,14 @@ def test_get_device(cuda, become, monkeypatch):
         common.get_device(args, 0)
 
 
-def test_zero_resumes_with_its_steps_on_the_gpu(cuda, tmp_path, monkeypatch):
+def test_zero_resumes_with_its_steps_on_the_gpu(gpus, tmp_path):
     """Where a fused AdamW needs them: ZeroRedundancyOptimizer loads them to the CPU
     (pytorch/pytorch#124133)."""
-    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
     entries = {"exp_avg": torch.ones(2, 4), "exp_avg_sq": torch.ones(2, 4), "step": torch.tensor(3)}
     saved = {f"optimizer.weight.{name}": tensor for name, tensor in entries.items()}
     state.save(saved | {"model.weight": torch.ones(2, 4)}, tmp_path)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with FakeGpus(cuda):
+    with gpus:
         model = torch.nn.Linear(4, 2, bias=False, device="cuda:0")
         kind = torch.optim.AdamW
         optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, fused=True)
@@ -273,9 +279,8 @@ def test_zero_resumes_with_its_steps_on_the_gpu(cuda, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_of_a_ring_take_what_they_are_given(dtype, cuda, monkeypatch):
-    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
-    with FakeGpus(cuda):
+def test_kernels_of_a_ring_take_what_they_are_given(dtype, gpus):
+    with gpus:
         q, k, v = (torch.empty(2, n, 50, 16, device="cuda:0", dtype=dtype) for n in (4, 2, 2))
         out, sums = attention_kernels.forward(q, k, v, True)
         found = attention_kernels.backward(out, q, k, v, out, sums, True)
@@ -283,10 +288,9 @@ def test_kernels_of_a_ring_take_what_they_are_given(dtype, cuda, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_queries_keys_and_values_have_one_dtype(family, cuda, monkeypatch):
+def test_queries_keys_and_values_have_one_dtype(family, gpus):
     """Under autocast, also behind norms, which return fp32: ring attention would send twice as many
     bytes, and no flash kernel would take them."""
-    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
     seen = []
     size = sizes.FAMILIES[family](1, 4, 64).complete(family, 2, None)
 
@@ -294,7 +298,7 @@ def test_queries_keys_and_values_have_one_dtype(family, cuda, monkeypatch):
         seen.extend((q.dtype, k.dtype, v.dtype))
         return q
 
-    with FakeGpus(cuda), torch.device("cuda:0"), torch.autocast("cuda", torch.bfloat16):
+    with gpus, torch.device("cuda:0"), torch.autocast("cuda", torch.bfloat16):
         model = llama.Llama([0, 1], size)
         model.blocks[0].attention.attend = attend
         model(torch.zeros(1, 8, dtype=torch.int64))

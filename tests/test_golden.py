@@ -5,7 +5,6 @@ has the mistakes of these files, too."""
 
 import math
 import re
-import shlex
 
 import numpy as np
 import pytest
@@ -13,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from conftest import read_run, relative_difference, state
 from small_resnet import SmallResNet
+from test_text import settled
 
 import common
-from harness.settings import read_flags
 from jobs import classifiers, encoder, language_models
-from jobs.choice import Settings, resolve
 
 GPT = "--model gpt-2x2x16 --context 8 --dataset synthetic --train-samples 20 --eval-samples 4"
-GPT += " --batch-size 8 --epochs 3 --seed 3"  # two steps an epoch
+GPT += " --batch-size 8 --epochs 3 --seed 3 --double"  # two steps an epoch
 IMAGES = GPT.replace("gpt-2x2x16 --context 8", "small_resnet").replace("--seed 3", "--seed 4")
 WARM = [1 / 3, 2 / 3, 1, 0.75, 0.25]  # two steps of warm-up, then half a cosine over three
 HALF_COSINE = [1, (5 + math.sqrt(5)) / 8, (3 + math.sqrt(5)) / 8]
@@ -38,11 +36,6 @@ OF_IMAGES = [
     ("", "SGD", {"lr": 0.01, "momentum": 0.9}, 0.0005, HALF_COSINE),
     ("--optimizer adamw", "AdamW", {"lr": 0.001}, 0.01, HALF_COSINE),
 ]
-
-
-def settled(flags):
-    words = shlex.split(f"{flags} --double --device cpu")
-    return resolve(read_flags(common.argument_parser(""), Settings, words))
 
 
 @pytest.fixture(autouse=True)
@@ -124,9 +117,8 @@ def train(parameters, kind, options, decay, factors, batches, loss_of, clip=None
 @pytest.mark.parametrize("flags, kind, options, decay, factors", RUNS, ids=NAMES)
 def test_a_gpt_is_trained_as_written_out_here(flags, kind, options, decay, factors, run_once):
     """Norms and embeddings do not decay, matrices do. And what it reports."""
-    job = f"{GPT} {flags} --double --max-steps 5"
-    _, folder = run_once("pytorch_SingleGPU", 1, job)
-    (found, result) = read_run(folder)
+    _, folder = run_once("pytorch_SingleGPU", 1, f"{GPT} {flags} --max-steps 5")
+    found, result = read_run(folder)
     args = settled(f"{GPT} {flags}")
     data, eval_set = common.make_datasets(args)
     weights = common.make_model(args, data.classes).state_dict()
@@ -159,7 +151,7 @@ def test_a_gpt_is_trained_as_written_out_here(flags, kind, options, decay, facto
 @pytest.mark.parametrize("flags, kind, options, decay, factors", OF_IMAGES, ids=("sgd", "adamw"))
 def test_a_resnet_is_trained_as_written_out_here(flags, kind, options, decay, factors, run_once):
     """All of it decays. How images are cropped and normalized: test_data.py."""
-    _, folder = run_once("pytorch_SingleGPU", 1, f"{IMAGES} {flags} --double --max-steps 5")
+    _, folder = run_once("pytorch_SingleGPU", 1, f"{IMAGES} {flags} --max-steps 5")
     found = torch.load(folder / "model.pt", weights_only=True)
     args = settled(f"{IMAGES} {flags}")
     data, _ = common.make_datasets(args)

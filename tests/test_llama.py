@@ -4,7 +4,6 @@ shards, with their own tokenizer."""
 import copy
 import functools
 import json
-import sys
 from importlib import import_module
 from itertools import product
 
@@ -25,6 +24,7 @@ from conftest import (
 )  # fmt: skip
 from safetensors.torch import load_file, save_file
 from test_inference import infer
+from test_text import settled
 
 import common
 from harness.settings import read_flags
@@ -76,20 +76,20 @@ def make_folder(folder, kind="llama", shards="5GB", dtype=torch.float64, **chang
 
 
 @pytest.fixture
-def our_logits(monkeypatch):
-    """A function: those of the model that a script makes of some flags, in float64."""
+def our_model():
+    """A function: the model that a script makes of some flags, in float64."""
 
-    def compute(flags, double=" --double"):
-        words = f"pytorch_SingleGPU.py {flags} --device cpu{double}"
-        monkeypatch.setattr(sys, "argv", words.split())
-        args = common.parse_args(common.argument_parser(""))
-        torch.set_default_dtype(torch.float64 if double else torch.float32)
-        model = common.make_model(args, list(LETTERS)).eval()
-        with torch.no_grad():
-            return model(TOKENS)
+    def make(flags, dtype=torch.float64):
+        torch.set_default_dtype(dtype)
+        return common.make_model(settled(flags), list(LETTERS)).eval()
 
-    yield compute
+    yield make
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def our_logits(our_model):
+    return torch.no_grad()(lambda *how: our_model(*how)(TOKENS))
 
 
 def normalize(norm, x):
@@ -130,7 +130,7 @@ def test_we_read_what_transformers_writes(kind, kv, head_dim, rope, tmp_path, ou
     shape |= {"tie_word_embeddings": kv == 4, "norm_topk_prob": kv == 1}
     theirs = make_folder(tmp_path, kind, shards="40KB", **shape)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1  # and an index
-    fp32 = our_logits(f"--weights {tmp_path}", double="")
+    fp32 = our_logits(f"--weights {tmp_path}", torch.float32)
     torch.testing.assert_close(fp32, logits_of(theirs.float()), rtol=0, atol=1e-5)
     theirs = read_in_float64(kind, tmp_path)
     request.getfixturevalue("in_float64")
@@ -162,7 +162,7 @@ def test_files_of_another_save_are_not_read(tmp_path):
     assert same_bits(read(), theirs) and same_bits(theirs, newer)
 
 
-def test_a_head_that_differs_is_not_lost(tmp_path, our_logits, monkeypatch):
+def test_a_head_that_differs_is_not_lost(tmp_path, our_logits, our_model):
     """A folder that says that the matrices are tied may have both, if they are equal."""
     make_folder(tmp_path, tie_word_embeddings=True)
     expected = our_logits(f"--weights {tmp_path}")
@@ -176,10 +176,7 @@ def test_a_head_that_differs_is_not_lost(tmp_path, our_logits, monkeypatch):
     with refused("its head differs from its embedding", "set tie_word_embeddings to false"):
         our_logits(f"--weights {tmp_path}")
     shape = "--model llama-1x2x8 --context 24"
-    args = "pytorch_SingleGPU.py", *shape.split(), "--device", "cpu", "--double"
-    monkeypatch.setattr(sys, "argv", args)
-    model = common.make_model(common.parse_args(common.argument_parser("")), list(LETTERS))
-    torch.save(model.state_dict(), tmp_path / "untied.pt")
+    torch.save(our_model(shape).state_dict(), tmp_path / "untied.pt")
     with refused("its head differs from its embedding", "leave out --tie"):
         our_logits(f"{shape} --weights {tmp_path}/untied.pt --tie")
 
