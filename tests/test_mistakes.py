@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CLOSED_PORT, ROOT, TABLES, cases, launch, launcher, refused, succeed
+from conftest import CLOSED_PORT, ROOT, TABLES, Finished, cases, launch, launcher, refused, succeed
 from PIL import Image
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -56,7 +56,8 @@ def places(tmp_path_factory, image_folder):
     jpeg.write_bytes(jpeg.read_bytes()[:200])
     (root / "other_classes" / "test" / "yellow").mkdir()
     Image.new("RGB", (32, 32)).save(root / "other_classes" / "test" / "yellow" / "0.png")
-    succeed(f"python pytorch_SingleGPU.py {SMALL} --output-dir {root}/run", forked=True)
+    job = f"{SMALL} --model shufflenet_v2_x0_5"
+    succeed(f"python pytorch_SingleGPU.py {job} --output-dir {root}/run", forked=True)
     shutil.copytree(root / "run" / "snapshots" / LAST, root / "damaged")
     shutil.copytree(root / "run" / "snapshots", root / "stopped" / "snapshots")
     damaged = root / "damaged" / "state.pt"
@@ -78,8 +79,8 @@ def places(tmp_path_factory, image_folder):
 
 @pytest.fixture
 def refuse(become, monkeypatch, tmp_path):
-    """A function that runs a script here, as rank 0 of several, until it refuses its flags; returns
-    exit code and stderr. Nobody answers what it sends to the other ranks."""
+    """A function that runs a script here, as rank 0 of several, until it refuses its flags. Nobody
+    answers what it sends to the other ranks."""
     init_process_group = dist.init_process_group
 
     def init_alone(*_, rank=0, world_size=1, **__):
@@ -111,7 +112,8 @@ def refuse(become, monkeypatch, tmp_path):
         stderr = io.StringIO()
         with as_it_was(), contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as end:
             runpy.run_path(path, run_name="__main__")
-        return end.value.code, stderr.getvalue()
+        command = f"python {script}.py {flags}"
+        return Finished(command, command, end.value.code, "", stderr.getvalue(), seconds=0)
 
     return run
 
@@ -129,11 +131,11 @@ def as_it_was():
     torch.set_default_dtype(torch.float32)
 
 
-def check_line(code, stderr, words):
-    assert code == 2 and "Traceback" not in stderr, stderr
-    [line] = re.findall(r"^\w+: error: .*$", stderr, re.MULTILINE)
+def check_line(finished, *words):
+    """Only one rank speaks."""
+    assert len(finished.errors) == 1, str(finished)
     for word in words:
-        assert word in line
+        assert word in finished.refusal
 
 
 # --------------------------------------------------------------------------------- in this process
@@ -165,7 +167,9 @@ def in_this_process(head):
 def test_a_mistake_ends_in_one_line(head, request, tmp_path, refuse):
     """And nothing is written."""
     ranks, _, script, *flags_of_all = head.split()
-    job = A_GPT if script in ONLY_GPT else "" if flags_of_all else SMALL
+    job = "" if flags_of_all else SMALL
+    if script in ONLY_GPT:
+        job = A_GPT
     files = set(re.findall(r"{(\w+)}", f"{head} {MISTAKES[head]}"))
     files = {name: request.getfixturevalue(name) for name in files}
     for number, (flags, words) in enumerate(MISTAKES[head]):
@@ -176,10 +180,9 @@ def test_a_mistake_ends_in_one_line(head, request, tmp_path, refuse):
         words = words.format(**files).split(" | ")
         if script in LIBRARY:
             command = f"{launcher(script, int(ranks))} {flags}"
-            finished = launch(command, forked=True, timeout=60)
-            check_line(finished.code, finished.stderr, words)
+            check_line(launch(command, forked=True, timeout=60), *words)
         else:
-            check_line(*refuse(script, flags, int(ranks)), words)
+            check_line(refuse(script, flags, int(ranks)), *words)
         assert not list(output.glob("[!.]*"))
 
 
@@ -187,14 +190,13 @@ def test_a_mistake_ends_in_one_line(head, request, tmp_path, refuse):
 def test_what_the_matrix_calls_refused(command, words, _, tmp_path, refuse, monkeypatch):
     monkeypatch.setattr("parallel.mesh.need_compiler", lambda device: None)
     script, _, flags = command.partition(" ")
-    code, stderr = refuse(script, f"{A_GPT} --output-dir {tmp_path} {flags}", 2)
-    check_line(code, stderr, [words])
+    check_line(refuse(script, f"{A_GPT} --output-dir {tmp_path} {flags}", 2), words)
 
 
 @pytest.mark.parametrize("script", LIBRARY)
 def test_a_library_that_cannot_be_imported(script, refuse, monkeypatch):
     monkeypatch.setitem(sys.modules, LIBRARY[script], None)
-    check_line(*refuse(script, ""), [script, LIBRARY[script], "None in sys.modules", "pip install"])
+    check_line(refuse(script, ""), script, LIBRARY[script], "None in sys.modules", "pip install")
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["refused", "silent"])
@@ -207,9 +209,9 @@ def test_cifar10_without_data_or_network(silent, tmp_path, refuse, monkeypatch):
             held.listen()
         for name in ("http_proxy", "https_proxy"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{held.getsockname()[1]}")
-        code, stderr = refuse("pytorch_SingleGPU", flags)
-    check_line(code, stderr, ["--dataset cifar10", "--dataset synthetic"])
-    assert ("5 s" in stderr) == silent
+        finished = refuse("pytorch_SingleGPU", flags)
+    check_line(finished, "--dataset cifar10", "--dataset synthetic")
+    assert ("5 s" in finished.stderr) == silent
 
 
 @pytest.mark.parametrize("dtype, other", [("float16", "bfloat16"), ("bfloat16", "float16")])
@@ -230,7 +232,7 @@ def test_a_device_that_cannot_compute_in_half(dtype, other, monkeypatch):
 def test_no_rank_waits_for_another(flags, words, places, tmp_path):
     command = f"{launcher('pytorch_torchrun_DDP', 2)} {SMALL} --output-dir {tmp_path}"
     finished = launch(f"{command} {flags.format(places)}", timeout=60, forked=True)
-    check_line(finished.code, finished.stderr, [words.format(places)])
+    check_line(finished, words.format(places))
 
 
 def test_several_ranks_of_a_launcher(tmp_path):
@@ -256,7 +258,7 @@ def test_a_mistake_that_one_rank_alone_makes_is_reported_too(tmp_path):
 
 
 def test_auto_without_data_or_network_says_so_and_goes_on(tmp_path):
-    flags = "--train-samples 48 --eval-samples 12 --batch-size 24 --epochs 1"
+    flags = f"{SMALL} --dataset auto --model shufflenet_v2_x0_5"
     folders = f"--data-dir {tmp_path}/data --output-dir {tmp_path}/run"
     finished = succeed(f"python pytorch_SingleGPU.py {flags} {folders}", forked=True)
     assert "data: synthetic (CIFAR-10 is not in" in finished.lines[2]
