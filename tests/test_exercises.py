@@ -4,20 +4,18 @@ import io
 import random
 import re
 import signal
-import subprocess
 import sys
-from functools import partial
 
 import pytest
 import yaml
 from conftest import (
     ROOT,
     cases,
-    environment,
     launch,
     processes_of_this_session,
     refused,
     started,
+    succeed,
     wait_for,
 )
 
@@ -36,7 +34,10 @@ def check(name, folder, *flags):
     return finished
 
 
-@pytest.mark.parametrize("name", WRONG)
+USUAL = ("mean", "zero", "pipeline", "lora")  # usually: an edit of one breaks no other
+
+
+@cases("name", WRONG, USUAL.__contains__)
 def test_the_solution_is_right(name):
     finished = check(name, "exercises/solutions")
     right = f"{name}: right on 1"
@@ -48,8 +49,7 @@ ROWS = [(name, number) for name, rows in WRONG.items() for number in range(len(r
 
 
 def is_usual(name, number):
-    first = name in ("mean", "zero", "pipeline", "lora") and number == 0
-    return first or "hangs" in WRONG[name][number]["says"]
+    return name in USUAL and number == 0 or "hangs" in WRONG[name][number]["says"]
 
 
 @cases("name, number", ROWS, is_usual)
@@ -86,17 +86,17 @@ def test_files_as_they_are(tmp_path):
     assert finished.lines[15:] == ["0 of 15 done. Next: write exercises/mean.py"]
 
 
-def test_the_hunt_begins_with_three_mistakes(tmp_path):
+@cases("right, count", [("", "2 mistakes"), (" + rank", "1 mistake")], lambda right, _: right)
+def test_the_hunt_begins_with_three_mistakes(right, count, tmp_path):
     """Of which two ranks show two: all batches are divisible by 2."""
     lines = (HERE / "three_mistakes.py").read_text().splitlines(keepends=True)
     left = "".join(line for line in lines if "delete this line" not in line)
-    for right, count in (("", "2 mistakes"), (" + rank", "1 mistake")):
-        (tmp_path / "three_mistakes.py").write_text(left.replace(right, "") if right else left)
-        said = check("three_mistakes", tmp_path).stdout
-        assert f"right on 1 rank, but on 2 ranks the trained model has {count} left" in said, said
+    (tmp_path / "three_mistakes.py").write_text(left.replace(right, ""))
+    said = check("three_mistakes", tmp_path).stdout
+    assert f"right on 1 rank, but on 2 ranks the trained model has {count} left" in said, said
 
 
-@pytest.mark.parametrize("text, said", [
+UNJUDGED = [
     ("", "zero: not begun: zero.py does not define flatten()"),
     (None, "zero: not begun: there is no file "),
     ("def step(:", "zero: raises an error on 1 rank: rank 0, line 1: invalid syntax"),
@@ -105,7 +105,10 @@ def test_the_hunt_begins_with_three_mistakes(tmp_path):
     ("loop", "zero: does not end on 1 rank: rank 0 is in line "),
     ("exit", "zero: raises an error on 1 rank: rank 0, line 1, `raise SystemExit(3)`: SystemExit"),
     ("kill", "zero: aborts on 1 rank: rank 0, its process has ended, or is stuck"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@cases("text, said", UNJUDGED, lambda text, _: text not in ("as it is", "exit"))
 def test_what_cannot_be_judged(text, said, tmp_path):
     """In a sentence, not in a traceback."""
     shipped = (HERE / "zero.py").read_text()
@@ -151,7 +154,7 @@ ENDS = {  # of ranks that disagree, by their line
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("line", ENDS)
+@cases("line", ENDS, lambda line: "recv" not in line)
 def test_ranks_that_disagree(line, tmp_path):
     (tmp_path / "mean.py").write_text(UNEQUAL + line)
     finished = check("mean", tmp_path, "--patience", "2")
@@ -165,7 +168,7 @@ def test_no_rank_survives_the_judge(signum, tmp_path):
     waits = "    print('waits', flush=True)\n    dist.recv(mine)"
     (tmp_path / "mean.py").write_text(UNEQUAL + waits)
     command = ["python", "exercises/check.py", "mean", "--answers", tmp_path, "--patience", "60"]
-    with started(command) as process:
+    with started(command, forked=True) as process:
         wait_for(lambda: "waits" in process.output[0])
         before = len(processes_of_this_session())
         process.send(signum, group=signum == signal.SIGINT)
@@ -178,14 +181,20 @@ def test_a_name_that_is_none():
 
 
 # --------------------------------------------------------------------------------- predict.py
-def test_predict_reads_answers_line_by_line():
+WITH_TYPED = """
+import runpy, sys
+sys.stdin = open(sys.path[0] + "/typed")
+runpy.run_path("exercises/predict.py", run_name="__main__")
+"""
+
+
+def test_predict_reads_answers_line_by_line(tmp_path):
     """Right ones are counted, wrong ones explained, and a line that is no number asked again."""
     first = program.ask_state(random.Random(7)).answer
-    command = [sys.executable, "exercises/predict.py", "--seed", "7"]
-    quiet = environment(PYTHONWARNINGS="ignore")  # PyTorch 2.12 warns as it is imported
-    run = partial(subprocess.run, command, cwd=ROOT, env=quiet, text=True, timeout=120)
-    finished = run(input=f"{first:.3g}\nten\n1e9\n1.5\n", capture_output=True)
-    assert finished.returncode == 0 and not finished.stderr, finished.stderr
+    (tmp_path / "typed").write_text(f"{first:.3g}\nten\n1e9\n1.5\n")
+    (tmp_path / "with_typed.py").write_text(WITH_TYPED)
+    finished = succeed(f"python {tmp_path}/with_typed.py --seed 7", forked=True)
+    assert not finished.stderr, finished.stderr
     said = finished.stdout
     assert f"\n> {first:.3g}\nright: it is {first:.3g} GB; bytes per parameter: par" in said, said
     assert "\n> ten\n'ten' is not a number of GB; a point separates" in said
