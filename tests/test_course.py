@@ -4,9 +4,9 @@ import json
 import re
 
 import pytest
-import yaml
 from conftest import ROOT, name_of, succeed
 from test_docs import FENCED, shell_lines
+from test_report import SCHEMATICS
 
 from jobs import sizes
 from report import diffs, lessons, pages
@@ -28,7 +28,6 @@ START = ROOT / "docs/start.md"  # a lesson of its own, without a technique
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 RECORDED = json.loads((ROOT / "measure/suites/course.json").read_text())["outputs"]
 FOUND = read_result(ROOT, "course")["outputs"]
-SCHEMATICS = yaml.safe_load((ROOT / "website/schematics.yaml").read_text())["schematics"]
 
 
 def sections(page):
@@ -136,7 +135,7 @@ def test_the_first_script_prints_what_its_page_says(tmp_path):
     [said] = re.findall(r"^```text\n(rank 0 of 2.*?)^```", START.read_text(), re.S | re.M)
     (tmp_path / "hello.py").write_text(script)
     [command] = [line for line in shell_lines(START) if line.endswith("hello.py")]
-    printed = re.findall(r"rank .*?\]", succeed(command, cwd=tmp_path).stdout)
+    printed = re.findall(r"rank .*?\]", succeed(command, cwd=tmp_path, forked=True).stdout)
     assert sorted(printed) == sorted(said.splitlines())
 
 
@@ -151,13 +150,11 @@ def test_the_calls_of_a_script_are_explained():
 
 def test_the_two_halves_of_an_all_reduce_are_drawn():
     _, before, _, between, _, after = SCHEMATICS["all_reduce"].splitlines()
-    of_rank = [[f"{letter}{i}" for i in range(4)] for letter in "abcd"]
-    rows = [re.findall(r"gradients: (\w+)", rank) for rank in before.split("|")]
-    assert rows == of_rank
-    parts = [
-        [i for i, box in enumerate(rank.split(",")) if "Σ" in box] for rank in between.split("|")
-    ]
-    assert parts == [[0], [1], [2], [3]] and re.findall(r"Σ(\d)", between) == [*"0123"]
+    for letter, rank in zip("abcd", before.split("|"), strict=True):
+        assert re.findall(r"gradients: (\w+)", rank) == [f"{letter}{i}" for i in range(4)]
+    for number, rank in enumerate(between.split("|")):
+        assert [i for i, box in enumerate(rank.split(",")) if "Σ" in box] == [number]
+    assert re.findall(r"Σ(\d)", between) == [*"0123"]
     assert re.findall(r"Σ(\d)", after) == [*"0123"] and after.startswith("each: ")
 
 
