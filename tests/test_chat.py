@@ -169,7 +169,8 @@ SCRIPTS += [
 def test_every_answer_token_counts_the_same(script, n, chat, train):
     """However many of them a rank or a micro-batch has."""
     flags = f"--weights {chat}/hub --data-dir {chat}/chat.jsonl"
-    flags += " --packed" * ("--packed" in script)
+    if "--packed" in script:
+        flags += " --packed"
     expected, one = train("pytorch_SingleGPU", 1, flags)
     weights, result = train(script, n, flags)
     assert relative_difference(weights, expected) < 1e-11

@@ -34,9 +34,10 @@ FP32 = "float32"
 # What messages or files hold is not known here; several GPUs in a process, and a V's halves of
 # backward, need real ones.
 NOT_FAKED = ("comm_hooks", "compile", "checkpoint", "FSDP_offload", "DeepSpeed", "DP")
+CASES = [*((t, case) for t in TECHNIQUES for case in t.cases), *FLOAT16]
 FAKED = [
     ("needs_gpt" in t.traits, f"{t.script} {case.flags}".rstrip(), case.ranks[0])
-    for t, case in [*((t, case) for t in TECHNIQUES for case in t.cases), *FLOAT16]
+    for t, case in CASES
     if t.name not in NOT_FAKED and case.ranks[0] <= 4 and not set(IN_A_V) & {*case.flags.split()}
 ]
 NAMES = {script: n for _, script, n in FAKED}  # on how many ranks

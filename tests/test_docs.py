@@ -4,6 +4,7 @@ both languages say the same, and what PyTorch prints is on docs/troubleshooting.
 import argparse
 import contextlib
 import difflib
+import functools
 import inspect
 import io
 import json
@@ -301,16 +302,17 @@ def test_links_lead_somewhere(page):
         path, _, heading = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
-        assert not heading or heading in anchors(target.read_text()), link
+        assert not heading or heading in anchors(target), link
         if target in ENGLISH + CHINESE and label not in ("中文", "English"):
             translated = target in CHINESE or chinese_of(target).is_file()
             is_other = (target in CHINESE) != (page in CHINESE)
             assert not (is_other and translated), f"{link} is in the other language"
 
 
-def anchors(text):
+@functools.cache
+def anchors(page):
     """Of the headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
 
 

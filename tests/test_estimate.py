@@ -126,10 +126,13 @@ def test_every_technique_has_a_row_or_a_reason():
     for row in TECHNIQUES:
         estimated = any("estimated" in case.traits for case in row.cases)
         assert estimated != bool(row.unpredicted), row.name
-    rows = [techniques.techniques_for(n, True) for n in (1, 4, 16)]
-    alone, four, sixteen = ({one.name.split()[0] for one in some} for some in rows)
+
+    def rows_of(n):
+        return {one.name.split()[0] for one in techniques.techniques_for(n, True)}
+
     predicted = {row.name for row in TECHNIQUES if not row.unpredicted}
-    assert sixteen == predicted and four == predicted - {"HSDP"}
+    assert rows_of(16) == predicted and rows_of(4) == predicted - {"HSDP"}
+    alone = rows_of(1)
     assert {"SingleGPU", "FSDP_offload", "DeepSpeed"} < alone and not alone & {"FSDP", "TP", "DP"}
 
 
@@ -205,8 +208,7 @@ def test_the_page_shows_what_is_printed():
     row = re.search(r"^torchrun_DDP .*$", page, re.M)[0]
     printed = estimate(f"{flags} --only torchrun_DDP").stdout
     again = re.search(r"^torchrun_DDP .*$", printed, re.M)[0]
-    cells, same = ([c for c in one.split() if c != "0"] for one in (row, again))
-    assert cells == same  # a column of zeros is not printed
+    assert [cell for cell in row.split() if cell != "0"] == again.split()  # no column of zeros
 
 
 def test_reserved_memory_follows_the_allocators_rules():

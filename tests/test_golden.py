@@ -173,8 +173,9 @@ def test_initial_weights(model):
     add to the residual. All differ, by name and by --seed."""
     settings = [settled(f"--model {model} --seed {seed}") for seed in (0, 1)]
     made = [language_models.make_model(args, ["a"] * 65) for args in settings]
-    draws = [model.state_dict() for model in made]
-    first, second = ({n: t for n, t in draw.items() if n != "vocabulary"} for draw in draws)
+    first, second = draws = [model.state_dict() for model in made]
+    for draw in draws:
+        del draw["vocabulary"]
     adds = {name for name in first if name.endswith(("out.weight", "down.weight"))}
     assert len(adds) == 16
     for name, tensor in first.items():
@@ -184,7 +185,7 @@ def test_initial_weights(model):
         std = 0.02 / math.sqrt(2 * 8) if name in adds else 0.02
         assert tensor.std().item() == pytest.approx(std, rel=0.05), name
         assert abs(tensor.mean().item()) < 0.1 * std, name
-    drawn = [t for draw in (first, second) for name, t in draw.items() if "norm" not in name]
+    drawn = [t for draw in draws for name, t in draw.items() if "norm" not in name]
     assert len({tensor.flatten()[0].item() for tensor in drawn}) == len(drawn)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import HOOKED, launch, launcher, read_run, succeed
-from test_contract import FLOAT16
+from test_cuda import CASES
 from torch.nn.attention.bias import causal_lower_right
 
 from jobs.experts import MixtureOfExperts
@@ -47,7 +47,7 @@ SCRIPTS = ["pytorch_HSDP", "pytorch_DP --dtype bfloat16"]
 SCRIPTS += ["pytorch_compile", "pytorch_DDP_by_hand --average each"]
 SCRIPTS += [
     f"{t.script} {case.flags}".rstrip()
-    for t, case in [*((t, case) for t in TECHNIQUES for case in t.cases), *FLOAT16]
+    for t, case in CASES
     if "needs_gpt" not in t.traits and t.name not in APART
 ]
 ALIKE = [  # all weights as on one GPU

@@ -5,7 +5,6 @@ import copy
 import functools
 import json
 from importlib import import_module
-from itertools import product
 
 import pytest
 import torch
@@ -209,11 +208,10 @@ TP = ("pytorch_FSDP_TP --sequence-parallel", 4)
 PP = ("pytorch_PP", 2)
 WAYS = [FSDP, TP, PP, ("pytorch_torchrun_DDP", 2), ("pytorch_TP", 2), ("pytorch_CP", 2)]
 WAYS += [(f"pytorch_ND_parallel {mesh}", 4) for mesh in ("--tp 2 --pp 2", "--cp 2 --dp-shard 2")]
-RUNS = [*product(hub.KINDS, WAYS), ("llama", ("pytorch_HSDP", 2))]
+RUNS = [("llama", "pytorch_HSDP", 2), *((kind, *way) for kind in hub.KINDS for way in WAYS)]
 ON_EP = [EP, ("pytorch_EP", 2), ("pytorch_ND_parallel --tp 2 --ep 2 --dp-shard 2", 4)]
-RUNS += product(hub.MIXTURES, ON_EP)
-USUAL = [("llama", FSDP), ("llama", PP), ("qwen3_moe", TP)]
-SHARDED, USUAL = ([(kind, *run) for kind, run in rows] for rows in (RUNS, USUAL))
+RUNS += [(kind, *way) for kind in hub.MIXTURES for way in ON_EP]
+USUAL = [("llama", *FSDP), ("llama", *PP), ("qwen3_moe", *TP)]
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +232,7 @@ def whole(tmp_path_factory):
     return read
 
 
-@cases("kind, script, n", SHARDED, lambda *row: row in USUAL)
+@cases("kind, script, n", RUNS, lambda *row: row in USUAL)
 def test_a_folder_is_read_in_shards(kind, script, n, whole, tmp_path):
     """And trained on: it ends as one process does, at 16 bits that become 64."""
     folder, expected = whole(kind)

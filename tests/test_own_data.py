@@ -13,7 +13,10 @@ from torch.utils.data import DataLoader
 from measure.count_padding import functions_of, padding_of
 
 SIZES = [5, 9, 4, 11, 7, 3, 8]  # of shards
-STEPS, BATCH, LANES, BLOCK = 17, 5, 3, 4
+STEPS = 17
+BATCH = 5
+LANES = 3
+BLOCK = 4
 
 
 class Shard(list):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from collections import defaultdict
 from xml.etree import ElementTree
 
 import numpy as np
@@ -144,15 +145,14 @@ def test_schematics_draw_what_their_pages_say():
     assert re.findall("CPU|input", offload) == ["CPU", "CPU", "CPU"]
 
 
-PLACES = pages.find_places(ROOT)
+PAGES = {name: place.page.read_text() for name, place in pages.find_places(ROOT).items()}
+# Pages that teach have sections of their own: tests/test_course.py.
+SHOWING = [row for row in TECHNIQUES[1:] if "\n## Predict, then run\n" not in PAGES[row.name]]
 
 
-@pytest.mark.parametrize("row", TECHNIQUES[1:], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SHOWING, ids=lambda row: row.name)
 def test_a_page_shows_what_makes_its_technique_and_its_pitfalls(row):
-    """Pages that teach have sections of their own: tests/test_course.py."""
-    page = PLACES[row.name].page.read_text()
-    if "\n## Predict, then run\n" in page:
-        return
+    page = PAGES[row.name]
     for heading in ("The code|What changes", "When.*to use it", "Pitfalls|What goes.*", "Sources"):
         assert re.search(rf"^## ({heading})$", page, re.MULTILINE), f"no section ## {heading}"
 
@@ -169,10 +169,12 @@ def test_an_example_is_shown_with_what_trains(path):
         assert pair.whole or {line for line in every if "optimizer.step()" in line} <= {*kept}
 
 
-# What a tile of the pictures stands for, where rank r's numbers are 10 r + 1 to 10 r + 4.
-TILES = {"abcd"[r]: [10 * r + part for part in (1, 2, 3, 4)] for r in range(4)}
-TILES |= {f"{letter}{i}": [of[i]] for letter, of in TILES.items() for i in range(4)}
-TILES |= {f"Σ{i}": [sum(TILES[letter][i] for letter in "abcd")] for i in range(4)}
+BEFORE, AFTER = expected(4)
+TILES = {}  # what a tile of the pictures stands for
+for letter, row in zip("abcd", BEFORE.tolist(), strict=True):
+    TILES[letter] = row
+    TILES |= {f"{letter}{i}": [number] for i, number in enumerate(row)}
+TILES |= {f"Σ{i}": [number] for i, number in enumerate(BEFORE.sum(0).tolist())}
 
 
 def test_a_chinese_page_has_the_chinese_pictures_that_exist(tmp_path):
@@ -193,19 +195,19 @@ def test_each_picture_is_what_the_collective_does(file):
     """As tests/test_collectives.py has found it to be. Tiles have centred labels."""
     picture = ElementTree.parse(ROOT / "docs/images" / file).getroot()
     *panels, _ = picture.findall(f"{SVG}g")  # and a key
-    before, after = expected(4)
-    del after["asynchronous"]  # an all_reduce
-    for (name, has), panel in zip(after.items(), panels, strict=True):
+    drawn = {name: has for name, has in AFTER.items() if name != "asynchronous"}  # an all_reduce
+    for (name, has), panel in zip(drawn.items(), panels, strict=True):
         title, *texts = panel.findall(f"{SVG}text")
         assert name in title.text.replace("send, recv", "send_and_receive").replace(" ", "_")
         heights = [text.get("y") for text in texts if text.text.startswith("rank ")][:4]
-        sides = [[[] for _ in heights] for _ in range(2)]
+        left = [[] for _ in heights]
+        right = [[] for _ in heights]
         for tile in (text for text in texts if text.get("text-anchor")):
-            side = sides[float(tile.get("x")) > 233]  # the arrow
+            side = right if float(tile.get("x")) > 233 else left  # of the arrow
             side[heights.index(tile.get("y"))] += TILES[tile.text]
-        assert sides[1] == [[] if row is None else row.tolist() for row in has], name
-        had = before if name != "scatter" else before[:1]
-        assert [row for row in sides[0] if row] == had.tolist(), name
+        assert right == [[] if row is None else row.tolist() for row in has], name
+        had = BEFORE if name != "scatter" else BEFORE[:1]
+        assert [row for row in left if row] == had.tolist(), name
 
 
 def event(cat, name, ts, dur, tid=1, **args):
@@ -219,8 +221,10 @@ GPU = json.loads((ROOT / "tests/gpu_trace.json").read_text())  # two kernels, an
 def test_rows_of_a_gpu():
     """Kernels are what computes, but for those of nccl. A wait is of the CPU, not of them."""
     rows = trace_rows.make_rows(GPU, rank=3)
-    kinds = {kind: [(e["name"], e["ts"], e["dur"]) for e in rows if e.get("cat") == kind]
-             for kind in trace_rows.ROWS}  # fmt: skip
+    kinds = defaultdict(list)
+    for row in rows:
+        if row.get("cat") in trace_rows.ROWS:
+            kinds[row["cat"]].append((row["name"], row["ts"], row["dur"]))
     assert kinds == {
         "phases": [("forward", 0, 100), ("backward", 100, 300)],
         "compute": [("compute", 50, 100), ("compute", 200, 100)],
@@ -299,11 +303,11 @@ def test_what_the_pages_say_is_to_be_seen(name):
     for rank in traces.read_traces(ROOT / "results/traces" / name):
         phases = rank["phases"]
         sent = rank["communication"]
-        of = {kind: [bar for bar in phases if bar.name == kind] for kind in draw.PHASES}
-        in_phase = {
-            kind: [s.name for s in sent if any(b.begin <= s.begin < b.end for b in bars)]
-            for kind, bars in of.items()
-        }
+        of = defaultdict(list)
+        in_phase = defaultdict(list)
+        for bar in phases:
+            of[bar.name].append(bar)
+            in_phase[bar.name] += [s.name for s in sent if bar.begin <= s.begin < bar.end]
         if name == "FSDP":
             assert in_phase["forward"] == ["all_gather"] * 9
             assert in_phase["backward"].count("reduce_scatter") == 9
