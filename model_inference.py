@@ -164,7 +164,7 @@ def check_gpt(args: Trained) -> Trained:
 def check_classifier(args: Trained) -> Trained:
     if args.dataset == "reviews" or args.model.startswith("encoder"):
         why = "classifies text, which this script does not support"
-        common.fail(f"{args.weights}: {args.model} {why}; docs/ecosystem.md shows how to use it")
+        common.fail(f"{args.weights}: {args.model} {why}; docs/job.md shows how to use it")
     if args.prompt is not None:
         common.fail(f"--prompt needs a GPT, and {args.model} classifies images; use --input")
     norm = "group" if args.norm == "group" else "batch"  # sync has the same parameters

@@ -39,11 +39,11 @@ def test_techniques_agree(script, review_folder, train):
 
 def test_what_is_saved_is_all_that_is_needed(trained, review_folder, monkeypatch, capsys):
     """Stock transformers and tokenizers make of model.pt what the run reported, by the lines that
-    docs/ecosystem.md gives."""
+    docs/job.md gives."""
     _, result = read_run(trained / "runs/pytorch_SingleGPU")
     assert result["eval_accuracy"][-1] > 0.9 and result["classes"] == ["negative", "positive"]
     monkeypatch.chdir(trained)
-    [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ecosystem.md").read_text(), re.S)
+    [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/job.md").read_text(), re.S)
     found = {}
     exec(lines, found)
     [[negative, positive]] = eval(re.search(r"\[\[.*?\]\]", capsys.readouterr().out)[0])
