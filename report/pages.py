@@ -6,6 +6,7 @@ page may follow later (report/translations.py).
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,7 +73,8 @@ def find_changes(root: Path = ROOT) -> tuple[dict[Path, str], dict[Path, dict]]:
     results = {name: read_result(root, name) for name in RESULTS}
     plots = draw.plots(results)
     drawn = {root / "results" / f"{name}.svg": data for name, data in plots.items()}
-    pictures = front.pictures(root, results) | draw.timelines(root) | steps.pictures(root, results)
+    pictures = front.pictures(root, results) | draw.timelines(root)
+    pictures |= steps.pictures(root, partial(translate, root))
     drawn |= {root / "docs" / "images" / f"{name}.svg": data for name, data in pictures.items()}
     drawn = {p: data for p, data in drawn.items() if draw.digest_of(p) != draw.digest(data)}
     blocks = make_blocks(root, results)

@@ -3,11 +3,12 @@
 website/make_data.py counts the bytes: website/data/worked.json.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from report.blocks import UNITS
 from report.palette import MEMORY
-from report.results import load
+from report.results import WORDS, load
 
 # Which rows of results/ the pages of the course show, by the name of a row of techniques.py.
 SHOWN = load(Path(__file__).with_name("lessons.json"))
@@ -18,8 +19,8 @@ KINDS = {  # names in the legend, in the order in which they are stacked
 SMALL = 0.01  # of the peak: what nobody would see
 
 
-def pictures(root: Path, results: dict) -> dict[str, dict]:
-    """The data of the pictures ``step-NAME``."""
+def pictures(root: Path, translate: Callable[[str], str]) -> dict[str, dict]:
+    """The data of the pictures ``step-NAME`` in both languages; ``translate``: rows to Chinese."""
     series = load(root / "website" / "data" / "worked.json").get("data", {})
     found = {}
     for name, shown in SHOWN.items():
@@ -27,7 +28,9 @@ def pictures(root: Path, results: dict) -> dict[str, dict]:
             data = {"series": series[shown["front"]], "title": shown.get("title", shown["front"])}
             if beside := shown.get("beside"):
                 data |= {"dashed": series[beside], "beside": beside}
-            found[f"step-{name}"] = data
+            rows = filter(None, [data["title"], beside])
+            words = {row: translate(row) for row in rows} | WORDS["pictures"] | WORDS["steps"]
+            found |= {f"step-{name}": data, f"step-{name}.zh-CN": data | {"words": words}}
     return found
 
 
@@ -39,11 +42,8 @@ def totals(series: dict) -> list[float]:
 def places(series: dict) -> tuple[list[float], list[str]]:
     """Where the phases begin, of those that are wide enough to see, and their names."""
     ends = [begin for begin, _ in series["phases"][1:]] + [1]
-    wide = [
-        (begin, name)
-        for (begin, name), end in zip(series["phases"], ends, strict=True)
-        if end - begin > SMALL
-    ]
+    spans = zip(series["phases"], ends, strict=True)
+    wide = [phase for phase, end in spans if end - phase[0] > SMALL]
     return [begin for begin, _ in wide], [name for _, name in wide]
 
 
@@ -69,16 +69,19 @@ def draw_step(axes, data: dict, ink: str) -> None:
         if same == names:
             share = np.interp(share, [*theirs, 1], [*begins, 1])
         axes.plot(share, other, "--", color=ink, linewidth=1.2, label=data["beside"])
+    near = {"ha": "center", "textcoords": "offset points"}
     fontsize = 10 if len(names) < 6 else 7  # a step with micro-batches has many narrow phases
     for begin, end, name in zip(begins, [*begins[1:], 1], names, strict=True):
         axes.axvline(begin, color=ink, linewidth=0.6)
-        axes.annotate(name, ((begin + end) / 2, 0), (0, -14), ha="center",
-                      textcoords="offset points", fontsize=fontsize)  # fmt: skip
+        axes.annotate(name, ((begin + end) / 2, 0), (0, -14), fontsize=fontsize, **near)
     at = sums.index(max(sums))
     axes.plot(x[at], sums[at], "o", color=ink)
-    axes.annotate(f"{sums[at]:.1f}", (x[at], sums[at]), (0, 5), ha="center",
-                  textcoords="offset points", fontsize=10, weight="bold")  # fmt: skip
-    title = data["title"] if ": " in data["title"] else f"Llama-3-8B: {data['title']}"
+    axes.annotate(f"{sums[at]:.1f}", (x[at], sums[at]), (0, 5), fontsize=10, weight="bold", **near)
+    words = data.get("words", {})
+    model = "" if ": " in data["title"] else "Llama-3-8B: "
+    title = model + words.get(data["title"], data["title"])
     axes.set(xlim=(0, 1), xticks=[], ylabel="GiB per GPU", title=title)
     axes.set_ylim(0, 1.1 * axes.dataLim.y1)
     axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    for text in axes.findobj(lambda artist: hasattr(artist, "set_text")):
+        text.set_text(words.get(text.get_text(), text.get_text()))

@@ -131,15 +131,17 @@ def techniques_table(rows: list[dict], times: bool = True) -> str:
 def suite_table(found: dict, table: str) -> str:
     """A table of a suite, and where its rows were measured."""
     rows = [row for row in found["rows"] if row["table"] == table]
-    if table.endswith("peers"):
-        drawn = peers_table(rows)
-    else:
-        drawn = techniques_table(rows, found.get("times", True))
-    on_cpu = {run["device"] for run in runs_of(found["rows"])} == {"cpu"}
-    machine = machine_line(found["hardware"], on_cpu)
+    times = found.get("times", True)
+    drawn = peers_table(rows) if table.endswith("peers") else techniques_table(rows, times)
+    return drawn + measured_where(found, rows)
+
+
+def measured_where(found: dict, rows: list[dict]) -> str:
+    """The line below a table of a suite."""
     n = found["repeats"]
     times = "1 run of each" if n == 1 else f"{n} runs of each, median (least–most)"
-    return drawn + footer(found, found["suite"], machine, rows, times)
+    on_cpu = {run["device"] for run in runs_of(found["rows"])} == {"cpu"}
+    return footer(found, found["suite"], machine_line(found["hardware"], on_cpu), rows, times)
 
 
 def relative_speed(runs: list[dict], reference: list[dict] | None) -> str | None:
@@ -159,9 +161,8 @@ def relative_speed(runs: list[dict], reference: list[dict] | None) -> str | None
 def peers_table(rows: list[dict]) -> str:
     """Speeds relative to the minimal loop of the same precision."""
     base = {precision(row): row["runs"] for row in rows if row["name"].startswith("minimal loop")}
-    found = [
-        row | {"relative": relative_speed(row["runs"], base.get(precision(row)))} for row in rows
-    ]
+    speeds = [relative_speed(row["runs"], base.get(precision(row))) for row in rows]
+    found = [row | {"relative": speed} for row, speed in zip(rows, speeds, strict=True)]
     return table_of("peers", found)
 
 

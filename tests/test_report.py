@@ -178,7 +178,6 @@ TILES |= {f"Σ{i}": [number] for i, number in enumerate(BEFORE.sum(0).tolist())}
 
 
 def test_a_chinese_page_has_the_chinese_pictures_that_exist(tmp_path):
-    """Pictures of a step have no Chinese words."""
     page = tmp_path / "docs/techniques/A.zh-CN.md"
     picture = tmp_path / "docs/images/schematic-A.zh-CN.svg"
     for path in (page, picture):
@@ -188,6 +187,14 @@ def test_a_chinese_page_has_the_chinese_pictures_that_exist(tmp_path):
     text = pages.fill(tmp_path, page, blocks, set(), chinese=True)
     assert "schematic-A.zh-CN.svg)" in text
     assert "step-B.svg)" in text
+
+
+def test_a_chinese_picture_of_a_step_has_no_english_words():
+    """But for those of the Chinese pages."""
+    for path in (ROOT / "docs/images").glob("step-*.zh-CN.svg"):
+        words = " ".join(re.findall(r"<text .*?>(.*?)</text>", path.read_text()))
+        found = set(re.findall(r"\b[a-z]{3,}", words))
+        assert found <= {"autocast", "token", "float", "bfloat"}, path.name
 
 
 @pytest.mark.parametrize("file", ["collectives.svg", "collectives.zh-CN.svg"])
