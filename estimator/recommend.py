@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -276,6 +277,7 @@ def recommend(
     that has a mistake, if all have. Predicts until ``enough`` of them fit."""
     ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
     ways = in_order(job, ways, link)
+    print(f"predicting the best of {len(ways)} combinations, for {SECONDS} s", file=sys.stderr)
     place = {way.command: number for number, way in enumerate(ways)}
     deadline = time.monotonic() + SECONDS
     good = []

@@ -17,15 +17,6 @@ NAME = 37  # width of the technique column
 PHASES = {"forward": "activations", "backward": "temporary", "update": "update"}  # by kind
 MACHINE = 8  # GPUs
 LINES = 5  # of a user's file
-WORDS = {  # the same kinds, of a user's file
-    "weights": ["parameters"],
-    "gradients": ["gradients"],
-    "optimizer state": ["optimizer"],
-    "activations": ["activations"],
-    "input": ["input"],
-    "temporary": ["temporary", "update"],
-    "offloaded": ["offloaded"],
-}
 COLUMNS = {  # of a table: the kinds of memory in each
     "weights": ["parameters"],
     "grads": ["gradients"],
@@ -34,6 +25,10 @@ COLUMNS = {  # of a table: the kinds of memory in each
     "input": ["input"],
     "temp": ["temporary", "update"],
 }
+LONG = {"grads": "gradients", "optim": "optimizer state", "activ": "activations"}
+LONG |= {"temp": "temporary"}
+WORDS = {LONG.get(title, title): kinds for title, kinds in COLUMNS.items()}  # of a user's file
+WORDS["offloaded"] = ["offloaded"]
 
 
 def describe(flags: list[str]) -> str:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -273,9 +274,12 @@ def combine(found: list[tuple[Prediction, int]]) -> Prediction:
 
 
 def side_by_side(tasks: list[Callable], at_once: int) -> Iterator:
-    """Run each task in its own process, with a progress bar on a terminal; yield the results in
-    order. ``ChildProcessError``, with the exit code: a process was killed."""
+    """Run each task in its own process, with a progress bar on a terminal, elsewhere a line on
+    stderr; yield the results in order. ``ChildProcessError``, with the exit code: a process was
+    killed."""
     bar = tqdm(total=len(tasks), desc="predicted", unit="", leave=False, disable=None)
+    if bar.disable:
+        print(f"training steps to predict: {len(tasks)}, {at_once} at once", file=sys.stderr)
     with FakeTensorMode(), torch.no_grad():  # imports many modules, here instead of in each process
         torchvision.models.resnet18()(torch.zeros(2, 3, 64, 64))
     context = multiprocessing.get_context("fork")  # so the child has already imported PyTorch

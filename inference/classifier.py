@@ -54,7 +54,7 @@ def measure(args: Trained, runner: Runner) -> dict[str, float]:
     """Accuracy on the test split that training used, and its number of images."""
     images = load_split(args)
     correct = 0
-    for pixels, labels in batches(images, args.batch_size, args.image_size, "test"):
+    for pixels, labels in batches(images, args.batch_size, args.image_size, "batches"):
         correct += (runner(pixels).argmax(1) == labels).sum().item()
     return {"accuracy": correct / len(images), "samples": len(images)}
 

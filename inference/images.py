@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 import jobs.images
 from harness.cli import fail
 from harness.data import Unreadable
+from inference.runtimes import progress
 from inference.trained import Trained
 from jobs.images import Images, cifar10, folder, open_image, synthetic
 
@@ -61,9 +61,9 @@ def load_split(args: Trained) -> Images:
 def batches(
     images: Images, batch_size: int, side: int, title: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """uint8 images ``[n, 3, side, side]`` and labels ``[n]``, with a progress bar on a terminal."""
+    """uint8 images ``[n, 3, side, side]`` and labels ``[n]``, with the progress."""
     numbers = torch.arange(len(images)).split(batch_size)
-    for indices in tqdm(numbers, title, leave=False, disable=None):
+    for indices in progress(numbers, title):
         try:
             pixels, labels = images.__getitems__(indices.tolist())
         except Unreadable as error:

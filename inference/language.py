@@ -6,11 +6,10 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from harness.cli import fail
 from inference import export
-from inference.runtimes import Runner, TorchRunner
+from inference.runtimes import Runner, TorchRunner, progress
 from inference.trained import Trained
 from jobs.gpt import Decoder, attend
 from jobs.language_models import make_model, size_of
@@ -112,7 +111,7 @@ def continue_text(args, runner: Runner) -> str:
     tokens = to_tokens(args, args.prompt)
     cached = isinstance(runner, TorchRunner) and args.cache and tokens.shape[1] <= args.context
     cache = CachedRunner(runner) if cached else None
-    for _ in tqdm(range(args.tokens), "tokens", leave=False, disable=None):
+    for _ in progress(range(args.tokens), "tokens"):
         if cache and tokens.shape[1] > args.context:
             cache = cache.remove()
         whole = tokens[:, -args.context :].contiguous()
@@ -142,7 +141,7 @@ def measure(args: Trained, runner: Runner) -> dict[str, float]:
         fail(f"--dataset {args.dataset} and the weights have different characters; give their own")
     loss = correct = n = 0
     numbers = torch.arange(len(text)).split(args.batch_size)
-    for batch in tqdm(numbers, "test", leave=False, disable=None):
+    for batch in progress(numbers, "batches"):
         tokens, labels = text.prepare_evaluation((batch,), "cpu")
         logits = runner(tokens).double().flatten(0, 1)
         labels = labels.flatten()

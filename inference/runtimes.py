@@ -1,13 +1,24 @@
 """Run a model in PyTorch or in ONNX Runtime: inputs and float32 logits are on the CPU."""
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from harness.cli import fail
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+def progress(todo: Sequence, title: str) -> tqdm:
+    """Iterate with a progress bar on a terminal; elsewhere a line on stderr says how much to do."""
+    bar = tqdm(todo, title, leave=False, disable=None)
+    if bar.disable:
+        print(f"{title}: {len(todo):,} to do", file=sys.stderr)
+    return bar
 
 
 class TorchRunner:

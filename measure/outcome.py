@@ -8,8 +8,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from tqdm import tqdm
-
 from harness.cli import fail
 
 FIGURES = ("state_bytes", "train_loss", "eval_loss")  # of a run, that are recorded
@@ -53,7 +51,8 @@ def record(commands: dict[str, str], root: Path, environment: dict) -> dict:
     ``--output-dir``, instead, some figures of its ``result.json``, of times only that of
     compiling."""
     found = {}
-    for name, command in tqdm(commands.items(), "recorded", disable=None):
+    for number, (name, command) in enumerate(commands.items(), 1):
+        print(f"{number} of {len(commands)}: {name}", flush=True)
         folder = re.search(r"--output-dir (runs/\S+)", command)
         result = root / folder[1] / "result.json" if folder else None
         if result:  # that of an earlier run would be recorded if this one fails

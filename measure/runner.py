@@ -224,22 +224,21 @@ def run_rows(suite: dict, found: dict, partial: Path, folder: Path) -> None:
         for row in possible
         if len(by_name[row["name"]]["runs"]) <= repeat and not by_name[row["name"]]["failed"]
     ]
-    with tqdm(todo, suite["name"], unit="run", disable=None) as bar:
-        for row in bar:
-            entry = by_name[row["name"]]
-            if entry["failed"]:
-                continue
-            bar.set_postfix_str(row["name"])
-            to = folder / slug(row["name"])
-            run, why = run_row(row["command"], to, row["timeout"], suite.get("times", True))
-            if run and suite.get("curves"):
-                run["curve"] = read_curve(to)
-            if run:
-                entry["runs"].append(run)
-            else:
-                entry["failed"] = why
-                tqdm.write(f"{row['name']} failed: {why}", file=sys.stderr)
-            write_json(partial, found)
+    for row in tqdm(todo, suite["name"], unit="run", disable=None):
+        entry = by_name[row["name"]]
+        if entry["failed"]:
+            continue
+        tqdm.write(row["name"], file=sys.stderr)  # also where there is no terminal for the bar
+        to = folder / slug(row["name"])
+        run, why = run_row(row["command"], to, row["timeout"], suite.get("times", True))
+        if run and suite.get("curves"):
+            run["curve"] = read_curve(to)
+        if run:
+            entry["runs"].append(run)
+        else:
+            entry["failed"] = why
+            tqdm.write(f"{row['name']} failed: {why}", file=sys.stderr)
+        write_json(partial, found)
 
 
 def run_row(words: list[str], folder: Path, timeout: float, times: bool):

@@ -95,7 +95,9 @@ def test_what_is_recommended_runs_and_takes_what_is_predicted(number, recommende
 
 def test_offload_is_recommended_where_only_activations_fit():
     """Weights, gradients and optimizer state take 5 MiB, of 3."""
-    text = estimate(f"{SMALL} -b 1 --gpus 1 --memory 0.003 --spare 0 --recommend").stdout
+    finished = estimate(f"{SMALL} -b 1 --gpus 1 --memory 0.003 --spare 0 --recommend")
+    assert finished.stderr.startswith("predicting the best of "), "silent until it ends"
+    text = finished.stdout
     [kinds] = re.findall(r"^1\. one GPU, offload: peak .* MiB \((.*)\)$", text, re.M)
     assert "activ" in kinds and not re.search("weights|grads|optim", kinds)
     assert "keeps 6.2 MiB per GPU in CPU memory" in text
