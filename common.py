@@ -86,7 +86,8 @@ def parse_args(parser: ArgumentParser) -> Settings:
 
 def prepare_process(args: Settings, several_launchers: bool = False) -> None:
     """Set up the process: end with the launcher, listen on loopback if all ranks share a machine,
-    explain timeouts, check that output can be written, and set the default dtype.
+    explain timeouts, report Ctrl-C in one line, check that output can be written, and set the
+    default dtype.
 
     Args:
         several_launchers: whether it connects to processes of other launchers, too, which may be
@@ -100,6 +101,7 @@ def prepare_process(args: Settings, several_launchers: bool = False) -> None:
     script = Path(sys.argv[0]).absolute()
     records = folder / "flight_recorder"
     hangs.prepare(script, records, world().rank, world().size, one_machine)
+    harness.world.report_interrupts()
     if args.profile_memory and args.device == "cpu":
         harness.world.keep_no_free_memory()
     if harness.world.is_first_here():

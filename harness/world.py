@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -232,6 +233,24 @@ def stop_with_runner() -> None:
     while launcher.ppid() == runner:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def report_interrupts() -> None:
+    """Let Ctrl-C end the process with one line of rank 0, which says where it was, instead of a
+    traceback of every rank: before the training, and at a second Ctrl-C in it."""
+    others = sys.excepthook
+
+    def report(kind, error, trace) -> None:
+        if kind is not KeyboardInterrupt:
+            return others(kind, error, trace)
+        if world().launched:  # the terminal and the launcher send it to a rank, maybe once more
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stack = traceback.extract_tb(trace)
+        lines = [one for one in stack if one.filename == os.path.abspath(sys.argv[0])] or stack
+        at = f"line {lines[-1].lineno}: {lines[-1].line}"
+        print0(f"{this_script()}: interrupted at {at}", file=sys.stderr)
+
+    sys.excepthook = report
 
 
 def listen_on_loopback() -> None:

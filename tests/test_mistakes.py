@@ -122,7 +122,8 @@ def refuse(become, monkeypatch, tmp_path):
 def as_it_was():
     """What a script changes in its process is undone."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    with mock.patch.dict(os.environ), torch.random.fork_rng(devices=[]):
+    kept = mock.patch("sys.excepthook", sys.excepthook)
+    with kept, mock.patch.dict(os.environ), torch.random.fork_rng(devices=[]):
         yield
     if dist.is_initialized():
         dist.destroy_process_group()

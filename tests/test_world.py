@@ -1,10 +1,14 @@
 """What a launcher says of the ranks, and their votes on a stop."""
 
 import argparse
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
+from conftest import ROOT
 
 from harness import stop, world
 
@@ -45,6 +49,29 @@ def test_a_container_has_fewer_cores_than_its_machine(files, cores, tmp_path, mo
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
     assert world.count_cores(tmp_path) == cores
+
+
+INTERRUPTED = """
+import signal
+from harness import world
+
+world.report_interrupts()
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_an_interrupt_is_one_line_of_rank_0(tmp_path):
+    """And the process has died of it, as a shell expects: it ends with 130."""
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    said = {}
+    for rank in "01":
+        env = os.environ | {"PYTHONPATH": str(ROOT), "RANK": rank}
+        command = [sys.executable, "script.py"]
+        ended = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
+        assert ended.returncode == -signal.SIGINT
+        said[rank] = ended.stderr
+    line = "script: interrupted at line 6: signal.raise_signal(signal.SIGINT)\n"
+    assert said == {"0": line, "1": ""}
 
 
 # ----------------------------------------------------------------------------------------- votes
