@@ -115,6 +115,7 @@ class Resumable:
         """Start, or resume from a snapshot that is already loaded. The ``scheduler`` is ``None`` if
         a library handles it; ``engine`` is a library's wrapper that steps the optimizer, and tells
         clock and guard of it."""
+        self.stop.listen()
         if snapshot and scheduler:
             own = {k: v for k, v in scheduler.state_dict().items() if isinstance(v, list)}
             scheduler.load_state_dict(snapshot["scheduler"] | own)  # lists: by parameter group
@@ -137,7 +138,6 @@ class Resumable:
         self.display = Display(self.store.output_dir, self.train_set.unit, self.step + 1)
         self.guard = Guard(self, state.plain(model), optimizer, scaler)
         self.clock.attach(*((model, optimizer) if engine is None else (engine, None)))
-        self.stop.listen()
         hangs.listen(self.args.timeout)  # to the groups of a mesh, too
 
     @reachable("--output-dir")
