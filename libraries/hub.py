@@ -306,7 +306,7 @@ def write_folder(folder: Path, config: dict, weights: dict[str, Tensor]) -> None
     from safetensors.torch import save_file
 
     entry = "torch_dtype" if "torch_dtype" in config else "dtype"  # before transformers 4.56
-    config |= {entry: str(next(iter(weights.values())).dtype).removeprefix("torch.")}
+    config = config | {entry: str(next(iter(weights.values())).dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     part = folder / ".model.safetensors.part"
     tensors = their_names(config["model_type"], weights)

@@ -346,6 +346,13 @@ def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
     assert [*huggingface_hub.utils.filter_repo_objects(once + twice, **patterns)] == once
 
 
+def test_a_folder_is_written_without_changing_what_it_is_written_from(tmp_path):
+    config = {"model_type": "llama"}
+    hub.write_folder(tmp_path, config, {"token.weight": torch.ones(2, 2)})
+    assert config == {"model_type": "llama"}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+
+
 def make_tokenizer(folder, size):
     """Of pairs of letters and words, as many as there are; with a chat template."""
     text = ["to be or not to be that is the question"] * 9
