@@ -204,8 +204,8 @@ def read_ours(args, tensors: dict[str, Tensor], points: Tensor) -> None:
     else:
         for name, tensor in tensors.items():
             set_whole(tensor, found[name])
-    if twin is not None:
-        hub.check_tied(f"--weights {args.weights}", tensors["token.weight"], twin)
+    if args.tie:
+        hub.check_tied(f"--weights {args.weights}", tensors.get("token.weight"), twin)
     if not torch.equal(found["vocabulary"], points):
         why = "was trained on other characters than this text has"
         fail(f"--weights {args.weights} {why}; give the text that it was trained on")

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate
 
 from harness.cli import fail, fetch_input, import_optional
+from harness.world import gather_objects
 from libraries.download import why_unreachable
 from libraries.weights import is_snapshot, one_line_errors, read_shards, read_state
 
@@ -288,15 +289,19 @@ def read_weights(
                     why = "its tokenizer has more tokens; save both after resize_token_embeddings()"
                 fail(f"{flag} {folder} {has}, and this model needs {tuple(tensor.shape)}; {why}")
         read_shards(folder, tensors, reader, flag)
-    if twin:
-        check_tied(f"{flag} {folder}", token, tensors[head])
+    if tie:
+        check_tied(f"{flag} {folder}", token, tensors[head] if twin else None)
 
 
-def check_tied(given: str, token: Tensor, head: Tensor) -> None:
+def check_tied(given: str, token: Tensor | None, head: Tensor | None) -> None:
     """Refuse a head that differs from the embedding, if the model has one matrix for both: it would
-    be lost. transformers then unties them."""
-    ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (token, head))
-    if not torch.equal(ours, theirs):
+    be lost. transformers then unties them. All ranks call it, and refuse if the shards of any rank
+    differ; a rank that lacks one of the two, such as a stage of a pipeline, passes ``None``."""
+    differs = False
+    if token is not None and head is not None:
+        ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (token, head))
+        differs = not torch.equal(ours, theirs)
+    if any(gather_objects(differs)):
         why = "its head differs from its embedding, so they cannot be one matrix"
         fail(f"{given}: {why}; leave out --tie, or set tie_word_embeddings to false in config.json")
 
