@@ -205,10 +205,15 @@ def pack(documents):  # into rows; positions restart, so no document attends to 
 
 
 def make_data():  # for training, and every 20th conversation for evaluation
+    try:
+        lines = open(DATA, "rb")
+    except OSError as error:
+        why = f"it cannot be read ({error.strerror})"
+        raise SystemExit(f"DATA is {DATA}: {why}; set it to your .jsonl file") from error
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     found = []
     skipped = 0
-    for number, line in enumerate(open(DATA, "rb"), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

@@ -883,6 +883,11 @@ def test_a_parameter_of_several_stages_is_refused(name):
         pp["make_stage"](model, 0, 2, "cpu", pp["collate"](pp["make_data"]()[0][:1]))
 
 
+def test_data_that_is_not_there_is_named(chat, tmp_path):
+    with pytest.raises(SystemExit, match=r"none.jsonl: .*No such file.*; set it to your .jsonl"):
+        functions_of(f"{chat}\nDATA = {str(tmp_path / 'none.jsonl')!r}")["make_data"]()
+
+
 BAD = TABLES["wrong_conversations"]
 
 
