@@ -56,7 +56,7 @@ def argument_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     positive = common.number(int, 1)
     # fmt: off
-    parser.add_argument("--weights", type=Path, required=True, metavar="PATH",
+    parser.add_argument("--weights", type=path_or_name, required=True, metavar="PATH",
                         help="a model.pt of a training script, the folder of its run, a snapshot, "
                         "a Llama's folder with config.json, or an .onnx file of --export")
     flag = parser.add_argument_group("what to do (one of these)").add_argument
@@ -93,6 +93,12 @@ def argument_parser() -> argparse.ArgumentParser:
     flag("--eval-samples", type=positive, metavar="N", help="use the first N test samples")
     # fmt: on
     return parser
+
+
+def path_or_name(text: str) -> Path:
+    """The type of ``--weights``. As a ``Path``, ./a/b is a/b, which could be a name on the hub."""
+    path = Path(text)
+    return path if path.exists() or str(path) == text else path.absolute()
 
 
 def parse_args() -> Trained:
@@ -137,6 +143,8 @@ def locate_weights(args: Trained) -> Trained:
     if why and not hub.is_folder(args.weights):
         use = "a model.pt, the folder of a run, a snapshot or a Llama's folder"
         common.fail(f"--weights {args.weights}: {why}; give {use}")
+    if hub.is_name(str(args.weights)):
+        return replace(args, weights=hub.folder_of(args.weights))
     path = weights.locate(args.weights)
     beside = {file.name for file in path.parent.iterdir()}
     if path.name == "model.pt" and "config.json" in beside and "result.json" not in beside:

@@ -18,7 +18,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from harness.cli import fail, fetch_input, import_optional
 from harness.world import gather_objects
 from libraries.download import why_unreachable
-from libraries.weights import is_snapshot, one_line_errors, read_shards, read_state
+from libraries.weights import (
+    NAME,
+    is_snapshot,
+    one_line_errors,
+    read_shards,
+    read_state,
+    say,
+    why_missing,
+)  # fmt: skip
 
 MIXTURES = "mixtral", "qwen3_moe"
 KINDS = "llama", "mistral", "qwen2", "qwen3", *MIXTURES  # values of model_type
@@ -45,9 +53,10 @@ BESIDE = [  # what else generate() and apply_chat_template() read, beside weight
 
 
 def is_name(weights: str) -> bool:
-    """Whether ``--weights`` has the form of a name on the hub, and is no path here."""
-    is_file = weights.endswith((".pt", ".pth", ".bin", ".onnx")) or Path(weights).exists()
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", weights)) and not is_file
+    """Whether ``--weights`` has the form OWNER/NAME of a name on the hub, and can be no path here:
+    there is no folder OWNER either, in which a user would expect NAME."""
+    is_path = weights.endswith((".pt", ".pth", ".bin", ".onnx")) or Path(weights).exists()
+    return bool(NAME.fullmatch(weights)) and not is_path and not Path(weights).parent.is_dir()
 
 
 def folder_of(weights: Path | str) -> Path:
@@ -68,7 +77,7 @@ def folder_of(weights: Path | str) -> Path:
 def download(name: str) -> Path:
     """A folder with a model's files, downloaded or cached. The library's locks make ranks wait."""
     library = import_optional("huggingface_hub")
-    offline = why_offline()
+    offline = look_for("--weights", name)
     options = {"allow_patterns": ["*.json", "*.safetensors", *BESIDE]}
     options["ignore_patterns"] = ["consolidated*", "*/*.safetensors"]  # the weights once more
     try:
@@ -79,10 +88,15 @@ def download(name: str) -> Path:
         fail(f"--weights {name}: no such file or folder, nor on the hub ({why[:300]}); {give}")
 
 
-def why_offline() -> str:
-    """Why the hub does not answer; empty if it does. The libraries would retry for a minute."""
+def look_for(given: str, name: str) -> str:
+    """Print that the hub is asked for a name. Returns why it does not answer, empty if it does: the
+    libraries would retry for a minute. A path that is no folder here, and no name, is refused."""
+    if "/" in name and not is_name(name):
+        fail(f"{given} {name}: {why_missing(name)}; give a folder, or a name on the hub")
     server = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    return f"{server}: {why}" if (why := why_unreachable(server)) else ""
+    say(f"{given} {name}: no such folder here; looking for it on {server}")
+    why = why_unreachable(server)
+    return f"{server}: {why}" if why else ""
 
 
 def is_folder(weights: Path | str) -> bool:
@@ -367,8 +381,9 @@ def train_tokenizer(texts: list[str], vocabulary: int):
 
 def from_pretrained(weights: Path | str, kind: str, **options):
     """``transformers.KIND.from_pretrained``, with one-line errors."""
+    given = str(weights)
     weights = str(fetch_input(weights, "--weights"))  # a name on the hub stays as it is
-    if not Path(weights).is_dir() and why_offline():
+    if not Path(weights).is_dir() and look_for("--weights", given):
         options["local_files_only"] = True
     transformers = import_optional("transformers")
     transformers.utils.logging.set_verbosity_error()

@@ -16,6 +16,7 @@ from harness.snapshots import FORMAT, find_damage, list_snapshots
 from harness.state import TENSORS, load_file
 from harness.world import gather_objects, print0, world
 
+NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # on the hub: OWNER/NAME
 INSIDE = "state_dict", "model_state_dict", "model", "module"  # where a checkpoint has a state dict
 ADAPTERS = "adapters: load them and their base with peft, or train with --merge"  # of LoRA
 WRAPPERS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."  # in names
@@ -46,7 +47,16 @@ def why_unusable(place: Path | str) -> str:
         return f"it has only {ADAPTERS}"
     if found := list_snapshots(path / "snapshots"):
         return f"its run has not ended; its newest snapshot is {found[0]}"
-    return "it has no model.pt" if path.is_dir() else "no such file or folder"
+    return "it has no model.pt" if path.is_dir() else why_missing(str(place))
+
+
+def why_missing(place: str) -> str:
+    """Why a path that is not there is not looked for on the hub, if it has the form of a name."""
+    owner = Path(place).parent
+    if not (NAME.fullmatch(place) and owner.is_dir()):
+        return "no such file or folder"
+    use = f"for a model of the hub, give the folder that `hf download {place}` prints"
+    return f"no such file or folder, and {owner} is a folder here ({use})"
 
 
 def load(place: Path | str, mmap: bool = False) -> dict[str, Tensor]:

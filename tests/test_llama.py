@@ -5,6 +5,8 @@ import copy
 import functools
 import json
 from importlib import import_module
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +29,9 @@ from test_inference import infer
 from test_text import settled
 
 import common
+import model_inference
 from harness.settings import read_flags
+from inference.trained import Trained
 from jobs.choice import Settings
 from jobs.sizes import size_of_name
 from libraries import hub, peft_folder
@@ -361,7 +365,7 @@ def test_peft_reads_the_adapter_and_transformers_the_merged_model(tmp_path):
     assert (adapted - before).abs().max() > 1e-2
 
 
-def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
+def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(hub, "why_unreachable", lambda url: "offline")
     folder = tmp_path / "models--org--tiny" / "snapshots" / "abc"
@@ -369,11 +373,16 @@ def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
     (tmp_path / "models--org--tiny" / "refs").mkdir()
     (tmp_path / "models--org--tiny" / "refs" / "main").write_text("abc")
     assert hub.is_folder("org/tiny") and hub.folder_of("org/tiny") == folder
+    given = model_inference.locate_weights(Trained(weights=Path("org/tiny")))
+    assert given.weights == folder
+    asked = "--weights org/tiny: no such folder here; looking for it on https://huggingface.co"
+    assert capsys.readouterr().err.splitlines()[-1] == asked  # once
     once = ["config.json", "model.safetensors", "tokenizer.json"]
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda _, **options: options)
-    monkeypatch.setattr(hub, "Path", lambda options: options)
+    called = mock.Mock(return_value=folder)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", called)
     twice = ["consolidated.safetensors", "original/model.safetensors"]
-    patterns = hub.download.__wrapped__("org/tiny")
+    hub.download.__wrapped__("org/tiny")
+    patterns = called.call_args.kwargs
     del patterns["local_files_only"]
     assert [*huggingface_hub.utils.filter_repo_objects(once + twice, **patterns)] == once
 
