@@ -25,6 +25,7 @@ def has_half(memory: float | None) -> bool:
 def predict(args, path: Path, gpus_are_given: bool) -> None:
     """Predict the file, or with ``--fit`` the largest BATCH of it."""
     module = own_file.load(path)
+    own_file.check_folders(module)
     ranks = args.gpus
     if not own_file.is_launched(module):
         if gpus_are_given and ranks > 1:
@@ -51,7 +52,7 @@ def predict(args, path: Path, gpus_are_given: bool) -> None:
 
 def recommend(args, path: Path, examples: Path) -> None:
     """Predict the files of ``examples`` with the functions of this file."""
-    own_file.load(path)
+    own_file.check_folders(own_file.load(path))
     tasks = own_recommend.tasks_of(path, examples, args.gpus, has_half(args.memory))
     found = [*techniques.side_by_side(tasks, count_cores())]
     good, others = own_recommend.rank(found, tables.room_of(args))

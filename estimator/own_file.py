@@ -27,6 +27,7 @@ from estimator.live_bytes import LiveBytes
 from estimator.places import Place, own_traceback, place_of
 from estimator.sent import Message
 from harness.cli import fail
+from libraries import hub
 
 STEPS = 2
 SAMPLES = 16  # that are read for a batch, at most; it gets the size of the whole batch
@@ -61,6 +62,20 @@ def load(path: Path, folder: Path | None = None) -> ModuleType:
         print(own_traceback(error), end="", file=sys.stderr)
         raise SystemExit(1) from None
     return module
+
+
+def check_folders(module: ModuleType) -> None:
+    """Refuse a folder that the file gives to ``from_pretrained`` of transformers and that is
+    neither here nor, by its name, on the hub: the library would look for it for a minute."""
+    path = Path(module.__file__)
+    for node in ast.walk(ast.parse(compose.read(path))):
+        match node:
+            case ast.Call(ast.Attribute(ast.Name(kind), "from_pretrained"), [ast.Name(name), *_]):
+                library = getattr(getattr(module, kind, None), "__module__", "")
+                folder = getattr(module, name, None)
+                is_path = isinstance(folder, (str, Path)) and library.startswith("transformers.")
+                if is_path and not os.path.exists(folder):
+                    hub.check_name(f"{path.name}:{node.lineno}: {name}", str(folder))
 
 
 def is_launched(module: ModuleType) -> bool:

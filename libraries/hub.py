@@ -91,12 +91,20 @@ def download(name: str) -> Path:
 def look_for(given: str, name: str) -> str:
     """Print that the hub is asked for a name. Returns why it does not answer, empty if it does: the
     libraries would retry for a minute. A path that is no folder here, and no name, is refused."""
-    if "/" in name and not is_name(name):
+    if not (is_name(name) or re.fullmatch(r"[\w.-]+", name)):
         fail(f"{given} {name}: {why_missing(name)}; give a folder, or a name on the hub")
     server = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     say(f"{given} {name}: no such folder here; looking for it on {server}")
     why = why_unreachable(server)
     return f"{server}: {why}" if why else ""
+
+
+def check_name(given: str, name: str) -> None:
+    """Refuse a name whose ``config.json`` is not in the cache, if the hub does not answer."""
+    offline = look_for(given, name)
+    cached = import_optional("huggingface_hub").try_to_load_from_cache(name, "config.json")
+    if offline and not cached:
+        fail(f"{given} {name}: {offline}, and it is not in the cache; give the path of a folder")
 
 
 def is_folder(weights: Path | str) -> bool:

@@ -129,10 +129,14 @@ WRONG = {  # what is said, and what is wrong
     "mine.py cannot be read .*; save it as UTF-8": [('"""', '# coding: ascii é\n"""')],
     "mine.py ends with: 70 samples": [("BATCH = 64", "BATCH = 1")],
     "mine.py: main[(][)] has no step": [("enumerate(train_loader, start + 1)", "()")],
+    "mine.py:[0-9]+: FOLDER tests/none: no such file or folder, and tests is a folder here": [
+        ("WIDTH = 512", "from transformers import AutoConfig\nFOLDER = 'tests/none'\nWIDTH = 512"),
+        ("return Wide()", "return AutoConfig.from_pretrained(FOLDER)"),
+    ],
 }
 
 
-@cases("words", WRONG, lambda words: "branches" in words)
+@cases("words", WRONG, lambda words: "branches" in words or "FOLDER" in words)
 def test_what_is_wrong_with_a_file_is_one_line(words, mine):
     failed = estimate(f"{mine('ddp', WRONG[words])} --gpus 2", code=2)
     assert re.search(words, failed.refusal) and failed.stderr.count("\n") <= 2  # with the start
