@@ -202,8 +202,11 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 
 def make_datasets(args: Settings) -> tuple[TaskData, TaskData]:
-    """The training and the evaluation set, of the same classes. Resolves ``auto``."""
-    return args.task.data.make_datasets(args)
+    """The training and the evaluation set, of the same classes, the same on every rank. Resolves
+    ``auto``. All ranks call it."""
+    train_set, eval_set = args.task.data.make_datasets(args)
+    data.check_alike(args, train_set, eval_set)
+    return train_set, eval_set
 
 
 def make_loader(

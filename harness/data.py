@@ -1,8 +1,10 @@
 """The interface of the harness and a data set, and its loader, which resumes within an epoch."""
 
 import itertools
+import json
 import multiprocessing
 import signal
+import zlib
 from collections.abc import Iterator
 
 import torch
@@ -11,7 +13,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from harness.cli import fail
+from harness.settings import spelled, values_of
 from harness.stop import SIGNALS
+from harness.world import gather_objects
 
 
 class TaskData(Dataset):
@@ -78,6 +82,24 @@ class TaskData(Dataset):
     def describe(self) -> dict:
         """The description of the data in ``result.json``, which a resumed run must have, too."""
         return {"dataset": self.name, "train_samples": len(self), "classes": self.classes}
+
+
+def check_alike(args, train_set: TaskData, eval_set: TaskData) -> None:
+    """Refuse flags and data that are not the same on every rank, as on machines with disks of their
+    own: ranks would wait for each other, or train different models. All ranks call it."""
+    own = {spelled(name): value for name, value in values_of(args, "identity").items()}
+    own["commit of --weights"] = getattr(args, "revision", "")
+    for split, dataset in {"training": train_set, "evaluation": eval_set}.items():
+        for name, value in dataset.describe().items():
+            own[f"{name.removeprefix('train_')} of the {split} set"] = value
+    texts = {name: json.dumps(value, default=str) for name, value in own.items()}
+    sums = {n: t if len(t) < 50 else f"checksum {zlib.crc32(t.encode())}" for n, t in texts.items()}
+    first, *others = gather_objects(sums)
+    for rank, theirs in enumerate(others, 1):
+        for name, value in first.items():
+            if theirs.get(name) != value:
+                both = f"{value} on rank 0 and {theirs.get(name)} on rank {rank}"
+                fail(f"{name}: {both}; start all ranks with the same flags and the same files")
 
 
 def how_many(args, split: str, available: int) -> int:

@@ -204,6 +204,15 @@ class Settings(
             return None
         return str(hub.folder_of(self.weights).absolute())
 
+    @property
+    def revision(self) -> str:
+        """The commit that this machine has of a decoder on the hub; empty for other weights."""
+        if "/" not in self.weights or not self.task.has_decoder:
+            return ""
+        from libraries import hub
+
+        return hub.folder_of(self.weights).name if hub.is_name(self.weights) else ""
+
 
 def add_all_flags(
     parser: ArgumentParser, only_gpt: bool = False, experts: bool = False,

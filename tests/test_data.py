@@ -106,6 +106,19 @@ def test_folder(image_folder, tmp_path, capsys):
     assert not train_set.flip and "mirrored" not in capsys.readouterr().out
 
 
+UNLIKE = {"samples of the training set": "59", "--lr": "0.2", "commit of --weights": '"abc"'}
+
+
+@pytest.mark.parametrize("name, other", UNLIKE.items())
+def test_ranks_with_other_data_or_flags_are_refused(name, other, image_folder, monkeypatch):
+    """As on machines with disks of their own, which would otherwise wait for each other."""
+    found = "harness.data.gather_objects"
+    monkeypatch.setattr(found, lambda own: [own, own, own | {name: other}])
+    args = arguments(dataset="folder", data_dir=image_folder)
+    with refused(f"{name}: ", f" on rank 0 and {other} on rank 2; start all ranks with the same"):
+        common.make_datasets(args)
+
+
 def test_what_else_is_in_a_folder(image_folder, tmp_path, capsys):
     """Nothing hidden is a class or an image, no link leads in a circle; the rest is named."""
     train = shutil.copytree(image_folder, tmp_path, dirs_exist_ok=True) / "train"

@@ -349,6 +349,7 @@ def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch, capsys):
     (tmp_path / "models--org--tiny" / "refs").mkdir()
     (tmp_path / "models--org--tiny" / "refs" / "main").write_text("abc")
     assert hub.is_folder("org/tiny") and hub.folder_of("org/tiny") == folder
+    assert Settings(model="llama", weights="org/tiny").revision == "abc"
     given = model_inference.locate_weights(Trained(weights=Path("org/tiny")))
     assert given.weights == folder
     asked = "--weights org/tiny: no such folder here; looking for it on https://huggingface.co"
