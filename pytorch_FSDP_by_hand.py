@@ -199,8 +199,8 @@ def main():
             run.save_then_exit_if_asked(model, optimizer, scheduler)
 
     # 7. Save and report
-    run.load_best_weights()  # with --eval-every; otherwise the last ones stay
     with whole(buckets):
+        run.load_best_weights()  # with --eval-every; otherwise the last ones stay
         if rank == 0:
             common.save_model(args, model.state_dict())
     gradients = [shard.grad for shard in shards if shard.grad is not None]  # None before a step

@@ -77,7 +77,7 @@ def test_more_epochs_take_up_the_longer_schedule(tmp_path):
 BEST = "--dataset synthetic --train-samples 96 --eval-samples 12 --batch-size 24 --epochs 3"
 BEST += " --model gpt-2x2x16 --context 16 --lr 100 --warmup-steps 99 --eval-every 2"  # diverges
 KEEP = ["pytorch_SingleGPU", "pytorch_FSDP", "pytorch_PP", "pytorch_LocalSGD"]
-KEEP += ["pytorch_ZeRO_by_hand", DEEPSPEED(2)]
+KEEP += ["pytorch_FSDP_by_hand", DEEPSPEED(2)]
 
 
 @cases("script", KEEP, lambda s: s == KEEP[0])
