@@ -57,7 +57,8 @@ class StopRequest:
     @staticmethod
     def reduce(values: list[float]):
         """Start an all-reduce of the maximum. Returns the tensor, and its waiting function."""
-        on_gpu = dist.get_backend() == "nccl"
+        # Also if gloo is beside it, whose thread must not end a vote while a profiler stops
+        on_gpu = "nccl" in dist.get_backend()
         votes = torch.tensor(values, dtype=torch.float64, pin_memory=on_gpu)
         if not on_gpu:
             return votes, dist.all_reduce(votes, dist.ReduceOp.MAX, async_op=True).wait
