@@ -36,8 +36,15 @@ def read_recorder(stacks: bool = True) -> dict:
     includes send and receive only for NCCL. Without ``stacks`` it is read at once: to look up the
     lines of the first takes seconds."""
     own = torch._C._distributed_c10d
-    read = own._dump_nccl_trace if "nccl" in dist.get_backend() else own._dump_fr_trace
-    recorded = pickle.loads(read(includeCollectives=True, includeStackTraces=stacks))
+    options = {"includeCollectives": True, "includeStackTraces": stacks}
+    read = own._dump_fr_trace
+    if "nccl" in dist.get_backend():
+        name = dist.group.WORLD._get_backend(torch.device("cuda")).name()
+        if name == "nccl":
+            read = own._dump_nccl_trace
+        else:  # since PyTorch 2.15 it is "nccl2", which has a recorder of its own
+            options["backend"] = name
+    recorded = pickle.loads(read(**options))
     recorded["pg_config"] = {  # empty with gloo, but PyTorch's tool needs it
         g["pg_name"]: {"name": g["pg_name"], "desc": g["pg_desc"], "ranks": str(g["ranks"])}
         for g in c10d._get_all_pg_configs()
@@ -140,10 +147,13 @@ def awaited_message(frames: list[tuple[FrameType, int]]) -> dict | None:
 
 def message_of(entry: dict, ranks: list[int]) -> dict | None:
     """The send or receive of NCCL in an entry that has not completed. Its call has returned."""
-    name = re.fullmatch(r"nccl:(send|recv) \d+(?:->|<-)(\d+)", entry["profiling_name"])
+    name = re.fullmatch(r"nccl2?:(send|recv) \d+(?:->|<-)(\d+)", entry["profiling_name"])
     if not name or entry["retired"]:
         return None
-    return message(name[1], entry["input_sizes"][0], entry["input_dtypes"][0], ranks[int(name[2])])
+    which = "input" if entry["input_sizes"] else "output"  # what nccl2 receives is an output
+    size, *_ = entry[f"{which}_sizes"]
+    dtype, *_ = entry[f"{which}_dtypes"]
+    return message(name[1], size, dtype, ranks[int(name[2])])
 
 
 def message(kind: str, size, dtype, peer: int) -> dict:

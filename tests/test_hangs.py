@@ -5,11 +5,14 @@ import pickle
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import ROOT, cases, hooked, launch, launcher, server, succeed
 from test_snapshots import attack
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hangs.diagnosis import diagnose
-from hangs.recorder import account_of
+from hangs.recorder import account_of, read_recorder
 
 sys.path.insert(0, str(ROOT / "measure" / "faults"))
 import hang  # noqa: E402
@@ -106,13 +109,34 @@ def test_what_nccl_wrote_is_read_at_the_next_start(tmp_path):
     assert "hung" not in said()
 
 
-def test_a_message_of_nccl_is_named():
-    """Its call has returned, and the main thread waits for the GPU elsewhere."""
+@pytest.mark.parametrize("library, waits", [("nccl", 0), ("nccl2", 0), ("nccl2", 1)])
+def test_a_message_of_nccl_is_named(library, waits):
+    """Its call has returned, and the main thread waits for the GPU elsewhere. nccl2 is that of
+    PyTorch 2.15, where only what is sent is an input."""
     script = "pytorch_PP.py"
     accounts = {}
     for rank, name in enumerate(("send 0->1", "recv 1<-0")):
-        recorded = {"entries": [entry(0, rank == 1, name, script)], "pg_config": GROUPS}
+        found = entry(0, rank != waits, name, script) | {"profiling_name": f"{library}:{name}"}
+        if library == "nccl2" and rank == 1:
+            found |= {"input_sizes": [], "input_dtypes": []}
+        recorded = {"entries": [found], "pg_config": GROUPS}
         accounts[rank] = account_of(recorded, ROOT / script, (f"loop.py:{rank}", None))
-    message = "rank 0 waits for a message: send of float32 [512] to rank 1"
-    places = ["rank 0 waits at loop.py:0", "rank 1 is at loop.py:1"]
+    what = ("send of float32 [512] to rank 1", "recv of float32 [512] from rank 0")[waits]
+    message = f"rank {waits} waits for a message: {what}"
+    does = ["waits" if rank == waits else "is" for rank in (0, 1)]
+    places = [f"rank {rank} {does[rank]} at loop.py:{rank}" for rank in (0, 1)]
     assert diagnose(accounts) == [message, *places]
+
+
+def test_what_another_nccl_calls_is_read(monkeypatch):
+    """Since PyTorch 2.15, a hook records the collectives of "nccl" apart from the older one's."""
+    if "backend" not in (torch._C._distributed_c10d._dump_fr_trace.__doc__ or ""):
+        pytest.skip("PyTorch before 2.15")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    hook = torch._C._distributed_c10d.FlightRecorderHook.attach(dist.group.WORLD, [0, 1])
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    dist.all_reduce(torch.zeros(3))
+    [found] = read_recorder(stacks=False)["entries"]
+    hook.remove()
+    dist.destroy_process_group()
+    assert found["profiling_name"] == "fake:all_reduce" and found["input_sizes"] == [[3]]
