@@ -262,11 +262,13 @@ def main():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         config = getattr(dist, "config", None)
-        if hasattr(config, "pipeline_per_direction_p2p"):  # off by default in PyTorch 2.14
-            config.pipeline_per_direction_p2p = True  # activations do not wait for gradients
+        for option in ("pipeline_per_direction_p2p", "pipeline_per_edge_p2p"):  # PyTorch 2.14, 2.15
+            if hasattr(config, option):  # off by default
+                setattr(config, option, True)  # activations do not wait for gradients
     half = torch.cuda.is_bf16_supported(including_emulation=False)  # a GPU that has bfloat16
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    gpu = device if device.type == "cuda" else None  # without it, the option is an error
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=gpu)
     rank = dist.get_rank()
     world = dist.get_world_size()
 

@@ -19,12 +19,14 @@ SCHEDULES = {
 
 class PipelineStage(pipelining.PipelineStage):
     """PyTorch's. With NCCL, since PyTorch 2.14, activations and their gradients have communicators
-    of their own. With gloo it sends nothing before the first step: 2.11 would to the own rank."""
+    of their own, since 2.15 for each pair of ranks. With gloo it sends nothing before the first
+    step: 2.11 would to the own rank."""
 
     def __init__(self, module, number: int, count: int, device: torch.device, *ends, group=None):
         config = getattr(torch.distributed, "config", None)
-        if device.type == "cuda" and hasattr(config, "pipeline_per_direction_p2p"):
-            config.pipeline_per_direction_p2p = True
+        for option in ("pipeline_per_direction_p2p", "pipeline_per_edge_p2p"):
+            if device.type == "cuda" and hasattr(config, option):
+                setattr(config, option, True)
         super().__init__(module, number, count, device, *ends, group=group)
 
     def _get_init_p2p_neighbors_ops(self) -> list:

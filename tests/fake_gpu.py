@@ -20,6 +20,7 @@ import os
 import runpy
 import sys
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -239,6 +241,8 @@ def stand_in_for_ranks(note):
 
     dist.new_group = new_group_of
     dist.split_group = lambda parent_pg, *_, **__: parent_pg or dist.group.WORLD
+    # PyTorch 2.15 splits the group of a pipeline, for each pair of its ranks.
+    schedules._build_p2p_edge_groups = lambda *_: (defaultdict(lambda: dist.group.WORLD), ())
     dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), 0, 1)])
     dist.init_process_group = init_process_group
     dist.all_reduce = all_reduce_alike

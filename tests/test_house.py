@@ -291,10 +291,19 @@ def makes_a_gloo_group_of_some(node):
     return name != "new_group" or bool(node.args) or "ranks" in options
 
 
+def splits_without_a_gpu(node):
+    """PyTorch 2.14 gives each direction of a pipeline a communicator by splitting that of all
+    ranks, which raises an error if init_process_group has got no device_id."""
+    called = ast.unparse(node) if isinstance(node, ast.FunctionDef) else ""
+    splits = "pipeline_per_direction_p2p" in called and "init_process_group" in called
+    return splits and "device_id" not in called
+
+
 WRONG = {  # the lines of a mistake, what finds it
     "dist.new_group([0, 1], backend='gloo')": makes_a_gloo_group_of_some,
     "dist.new_group(ranks=some, backend='gloo')": makes_a_gloo_group_of_some,
     "for n, b in model.named_buffers(): setattr(model, n, b.cuda())": sets_a_name_with_dots,
+    "def main(): config.pipeline_per_direction_p2p = init_process_group()": splits_without_a_gpu,
 }
 
 

@@ -325,9 +325,16 @@ def sent_by(name, dtype):
 
 
 def directions_share():
-    """The setting exists since PyTorch 2.14."""
+    """The setting exists since PyTorch 2.14, and has another name since 2.15. Without a GPU that
+    the group of all ranks is bound to, 2.14 cannot split it."""
     config = getattr(dist, "config", None)
-    return not getattr(config, "pipeline_per_direction_p2p", False)
+    names = ("pipeline_per_direction_p2p", "pipeline_per_edge_p2p")
+    found = [name for name in names if hasattr(config, name)]
+    if found == [names[0]]:
+        with pytest.raises(RuntimeError, match="No device"):
+            dist.split_group(split_ranks=[[0]])
+    is_new = torch.__version__ >= "2.14"
+    return len(found) == is_new and not any(getattr(config, name) for name in found)
 
 
 def launcher_reads_the_variable():
