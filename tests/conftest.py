@@ -58,6 +58,7 @@ LIBRARIES = {  # what a server imports for scripts with such a name
 OF_A_LIBRARY = "(?i)deepspeed|accelerate|ecosystem|test_(examples|accum|vision)|only_a_config"
 LONG = ("test_faults", "test_docs", "test_multi_node", "test_benchmark")  # come first
 
+pytest_plugins = ["example_runs"]  # fixtures
 servers = {}  # by what they have imported besides PyTorch
 
 

@@ -3,8 +3,8 @@ ends in the weights of one process, with the encoder run on zeros, or in the roo
 
 import pytest
 import torch
-from conftest import cases, distance
-from test_examples import ROWS, SAME, best, plain, read, run  # noqa: F401
+from conftest import cases
+from example_runs import ROWS, check_end, read, run
 
 ORDER = """
 
@@ -42,19 +42,17 @@ WAYS = {  # the example; its functions, and those of one process; edits
 
 
 @cases("way", WAYS, lambda way: way == "fsdp")
-def test_some_ranks_have_no_image(way, plain, tmp_path):  # noqa: F811
+def test_some_ranks_have_no_image(way, plain, tmp_path):
     name, own, alone, edits = WAYS[way]
     sends_zeros = hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params")
     if own is IN_ROOT and not sends_zeros:
         pytest.skip("needs PyTorch 2.13")
     code = "BATCH, LR = 8, 1e-3"
-    expected, folder = plain(alone + ORDER, code)
-    code = f"{ROWS[name].code}\n{code}"
-    found = run(
-        name, max(2, ROWS[name].ranks // 2 * 2), tmp_path, code, own + ORDER, 0, SAME | edits
-    )
-    assert found[16] == pytest.approx(expected[16], 1e-9)
-    assert distance(best(tmp_path), best(folder)) <= 1e-9
+    expected = plain(alone + ORDER, code)
+    ranks = ROWS[name].ranks // 2 * 2
+    options = {"own": own + ORDER, "changes": edits}
+    found = run(name, ranks, tmp_path, f"{ROWS[name].code}\n{code}", **options)
+    check_end(found, tmp_path, expected)
 
 
 def test_what_is_edited_is_there():
