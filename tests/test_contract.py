@@ -6,193 +6,24 @@ script was, on another number of ranks, and that a stop changes no bit.
 A row of techniques.py has all of these tests. Of what it is not asked here: DeepSpeed has an engine
 and files of its own (test_deepspeed.py), and test_local_sgd.py plays its ranks one by one."""
 
-import itertools
 import json
 import re
-import shutil
-from importlib.util import find_spec
-from typing import NamedTuple
 
 import conftest
 import pytest
 import torch
 from conftest import hooked, launch, read_run, relative_difference, succeed, tensors_of
+from contract_cases import BLOCK, DATA, IMAGES, PACKED, SAVED, STEPS, TOLERANCE, Try, tries
 from safetensors.torch import load_file
 
 import pytorch_QLoRA
 from libraries.weights import load
-from techniques import TECHNIQUES, Case, Technique, technique
-from theory import decoder
-
-# 119 texts, or 59 images: a sampler that repeats some, instead of dropping the last, would make
-# five steps of an epoch on two, three and four ranks, instead of four.
-# Twelve heads, and 24 positions in two chunks a rank: two, three and four ranks can divide them.
-WIDTH = CONTEXT = BATCH = 24
-STEPS = 8
-SAVED = 6  # a snapshot within the second epoch
-DATA = f"--dataset synthetic --train-samples 119 --eval-samples 20 --batch-size {BATCH} --epochs 9"
-DATA += " --print-freq 3"
-CLIP = "--clip-grad 0.5 "
-GPT = f"--context {CONTEXT} {CLIP}--model gpt-{{}}x12x{{}}"
-LLAMA = f"--context {CONTEXT} {CLIP}--model llama-{{}}x12x{{}} --kv-heads 6 --mlp-width 48"
-IMAGES = "--model small_resnet --norm group --batch-size 12 --train-samples 59"
-# Weights: rounding alone; AdamW divides by the root of a small number, which enlarges it.
-TOLERANCE = {"sgd": 1e-12, "adamw": 1e-11}
-# Flags of the single process, too:
-OF_THE_MODEL = re.compile(r"--(?:experts|top-k|balance) \S+|--tie|--packed")
-COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
-TORCHAO = pytest.mark.skipif(not find_spec("torchao"), reason="needs torchao")
-BYTES = pytest.mark.skipif(torch.__version__ < "2.13", reason="FSDP gathers bytes as bfloat16")
-FUSED = pytest.mark.skipif(torch.__version__ < "2.14", reason="needs PyTorch 2.14")
-ADAPTERS = "LoRA", "QLoRA"  # which train adapters
-BLOCK = 8  # numbers of a row that share a scale
-HOOKS = {"Muon": "muon", "LoRA": "lora", "QLoRA": f"qlora:{BLOCK}"}  # of the single process
-LOW = "low_bit_optimizer"
-HOOKS |= {LOW: f"low_bit:{BLOCK}"}
-FLOAT16 = [  # with a scaled loss
-    (row, Case(case.flags.replace("bfloat16", "float16"), case.ranks, case.traits - {"branch"}))
-    for row in TECHNIQUES
-    for case in row.cases
-    if "scaled" in case.traits
-]
-
-
-def packed(name, flags, n, *usual):
-    """Several documents in a sequence, tried with a Llama."""
-    traits = {"llama", "needs_gpt", *usual}
-    return technique(name), Case(f"{flags} --packed".strip(), (n,), frozenset(traits))
-
-
-PACKED = [packed(*row) for row in conftest.TABLES["packed"]]
-
-
-class Try(NamedTuple):
-    """A case of a technique as it is run."""
-
-    technique: Technique
-    case: Case
-    n: int
-    optimizer: str = "adamw"
-    model: str = "gpt"  # or tied, llama, images
-
-    def __str__(self):
-        name = f"{self.technique.name} {self.case.flags}".rstrip()
-        return f"{name} x{self.n} {self.optimizer} {self.model}"
-
-    @property
-    def traits(self):
-        """Of the row, and of the case."""
-        return self.technique.traits | self.case.traits
-
-    @property
-    def script(self):
-        return f"{self.technique.script} {self.case.flags}".rstrip()
-
-    @property
-    def rounds(self):
-        return "rounds" in self.traits
-
-    @property
-    def width(self):
-        return 2 * WIDTH if self.technique.name == "float8" else WIDTH  # multiples of 16
-
-    @property
-    def dropping(self):
-        """A job with dropout, and the same bits in each run."""
-        return self.allowed(SAME.format(self.layers, self.width))
-
-    def allowed(self, flags):
-        return flags.replace(CLIP, "") if "unclipped" in self.technique.traits else flags
-
-    @property
-    def slack(self):
-        """AdamW enlarges the rounding of convolutions."""
-        return 100 if self.model == "images" and self.optimizer == "adamw" else 1
-
-    @property
-    def batch(self):
-        return 12 if self.model == "images" else BATCH
-
-    @property
-    def layers(self):
-        """A first, a last and one between; of a pipeline two stages a rank."""
-        if "--pipeline-schedule" in self.case.flags or self.technique.name == "PP_by_hand":
-            return 2 * max(2, self.n)
-        return 4 if self.technique.name == "ND_parallel" else 3
-
-    @property
-    def job(self):
-        """All flags that the single process has, too."""
-        own = {"gpt": GPT, "tied": f"{GPT} --tie", "llama": LLAMA, "images": IMAGES}[self.model]
-        own = [own.format(self.layers, self.width), *OF_THE_MODEL.findall(self.case.flags)]
-        if self.technique.name in ADAPTERS:  # its matrices are drawn by the seed, too
-            own += ["--seed 1"] if self.rounds else ["--seed 1 --lr 0.02"]
-        return self.allowed(" ".join([DATA, self.steps, "--optimizer", self.optimizer, *own]))
-
-    @property
-    def steps(self):
-        """Those that round train for longer, to be told apart by their loss."""
-        if self.rounds:
-            return "--max-steps 12 --lr 0.003"
-        return f"--max-steps {STEPS} --double"
-
-
-def merged(row):
-    """LoRA writes a whole model only if it is asked to. Theory has to know the size of blocks."""
-    more = {"LoRA": " --merge", "QLoRA": f" --merge --block {BLOCK}"}
-    more = {**more, LOW: f" --block {BLOCK}"}.get(row.name, "")
-    return row._replace(cases=tuple(c._replace(flags=(c.flags + more).strip()) for c in row.cases))
-
-
-def tries(usual, optimizers=("adamw",), models=("gpt",), but=(), more=()):
-    """Parameters of a test: every case, on every number of ranks that it is proven on.
-
-    Args:
-        usual: whether the usual run has it; all others are marked ``full``.
-        but: traits or names of techniques that are left out.
-        more: further rows and cases.
-    """
-    rows = [(t, c) for t in map(merged, TECHNIQUES) for c in t.cases if t.name != "DeepSpeed"]
-    rows += [*FLOAT16, *more]
-    found = []
-    for row, case in rows:
-        for n, optimizer, model in itertools.product(case.ranks, optimizers, models):
-            one = Try(row, case, n, optimizer, model)
-            if not is_possible(one) or {row.name, *one.traits} & set(but):
-                continue
-            marks = [] if usual(one) else [pytest.mark.full]
-            marks += [COMPILER, pytest.mark.full] if row.name == "compile" else []
-            marks += [TORCHAO] if row.name == "float8" else []
-            marks += [FUSED] if "--fused" in case.flags else []
-            marks += [BYTES] if row.name == "QLoRA" and "--dtype" in case.flags else []
-            found.append(pytest.param(one, id=str(one), marks=marks))
-    return found
-
-
-def is_possible(one):
-    """Whether the technique has such a model, and can divide it."""
-    if one.n > 4:
-        return False
-    if one.model == "images":
-        return "needs_gpt" not in one.traits
-    if one.model in ("tied", "llama") and one.model not in one.traits:
-        return False
-    by_heads = "ulysses" in one.script or one.technique.name in ("TP", "TP_by_hand")
-    if by_heads and one.model == "llama" and one.n == 4:  # six heads
-        return False
-    # With this momentum, SGD would be ten times as fast.
-    has_no_sgd = one.technique.name in ("Muon", LOW) or "--outer-momentum" in one.script
-    return one.optimizer != "sgd" or not has_no_sgd
-
-
-def is_first(one):
-    return one.case == one.technique.cases[0] and one.n == one.case.ranks[0]
+from techniques import TECHNIQUES, Case
 
 
 def single(one, run_once):
     """The same job in the single process: what it left behind, and its folder."""
-    hooks = HOOKS.get(one.technique.name, "")
-    return run_once("pytorch_SingleGPU", 1, f"{one.job} --snapshot-every {SAVED}", hooks)[1]
+    return run_once("pytorch_SingleGPU", 1, f"{one.job} --snapshot-every {SAVED}", one.hooks)[1]
 
 
 def is_usual(one):
@@ -201,14 +32,14 @@ def is_usual(one):
     if one.optimizer != ("sgd" if sgd else "adamw") or one.n != one.case.ranks[0]:
         return False
     if one.model == "images":  # SGD in 16 bits did not learn
-        return is_first(one) and "images" in one.technique.traits
+        return one.is_first and "images" in one.technique.traits
     if "splits" in one.case.traits:
         return one.model == "tied"
     if "branch" in one.case.traits:
         return one.model == ("llama" if "llama" in one.case.traits else "gpt")
     if "scaled" in one.case.traits and "one_process" in one.technique.traits:
         return one.model == "gpt"  # its norm shows how it clips
-    return one.model == "gpt" and is_first(one)
+    return one.model == "gpt" and one.is_first
 
 
 @pytest.mark.parametrize(
@@ -236,12 +67,13 @@ def check_files(one, folder, weights, result):
     weights_too = set()
     if one.model == "llama" and "--experts" not in one.script:  # transformers has no such Llama
         weights_too = {"model.safetensors", "config.json"}
-    adapters = one.technique.name in ADAPTERS
-    weights_too |= {"adapter"} if adapters else set()  # not beside a merged model
+    weights_too |= {"adapter"} if one.adapts else set()  # not beside a merged model
     theirs = events | waits | weights_too | {"model.pt", "result.json", "snapshots"}
     assert names == theirs, f"it left {names - theirs or 'nothing more'}, but no {theirs - names}"
     expected = {"technique": one.technique.script, "world_size": one.n, "device": "cpu"}
-    optimizer = {"Muon": "muon", LOW: "adamw-8bit"}.get(one.technique.name, one.optimizer)
+    optimizer = {"Muon": "muon", "low_bit_optimizer": "adamw-8bit"}.get(
+        one.technique.name, one.optimizer
+    )
     expected |= {"optimizer": optimizer, "global_batch_size": one.batch}
     assert {name: result[name] for name in expected} == expected
     dtype = torch.float32 if one.rounds else torch.float64
@@ -250,7 +82,7 @@ def check_files(one, folder, weights, result):
     newest = max(folder.glob("snapshots/step-*"))
     if one.technique.name != "checkpoint":  # whose are DCP's
         check_ranks(one, folder, newest, result["options"])
-    if adapters:  # alone, as in their file
+    if one.adapts:  # alone, as in their file
         saved = [t for name, t in tensors_of(newest).items() if name.startswith("model.")]
         file = load_file(folder / "adapter/adapter_model.safetensors").values()
         assert bits_of(saved) == bits_of(file), "snapshot and file have other adapters"
@@ -373,12 +205,12 @@ def check_theory(one, weights, result):
     options = result["options"] | {"optimizer": one.optimizer}
     options["double"] = not one.rounds
     if one.model != "images":
-        options["decoder"] = model = decoder_of(one, weights)
-        numbers = model.whole
+        options["decoder"] = one.decoder(len(weights["token.weight"]))
+        numbers = options["decoder"].whole
     uneven = one.technique.name.startswith("PP") and one.layers % one.n
     split = "--sequence-parallel" in one.script or one.technique.name == "TP_by_hand"
     uneven |= split and len(weights["vocabulary"]) % options.get("tp", one.n) > 1
-    uneven |= one.technique.name in ADAPTERS and one.n == 3  # its rank is 8
+    uneven |= one.adapts and one.n == 3  # its rank is 8
     if uneven:  # some ranks have more
         return
     kept = {kind: size / numbers / unit for kind, size in result["state_bytes"].items()}
@@ -393,7 +225,7 @@ def check_theory(one, weights, result):
         theory = dict.fromkeys(sent, 0) | sent_theory  # 0: norms of clipping, sums of the loss
         sent = dict.fromkeys(theory, 0) | sent  # a single rank sends nothing
         total = max(sum(theory.values()), 1)
-        few = one.technique.name in (*ADAPTERS, "FSDP_TP")  # gradients: half of them is still seen
+        few = one.adapts or one.technique.name == "FSDP_TP"  # gradients: half of them is still seen
         # The formulas leave out the three numbers per token that loss_parallel() sends.
         besides = total * (0.015 if few else close)
         sent_theory_of = pytest.approx(theory, rel=close, abs=besides)
@@ -401,19 +233,8 @@ def check_theory(one, weights, result):
         assert sent == sent_theory_of, about
 
 
-def decoder_of(one, weights):
-    """Its sizes, as techniques.py wants to have them."""
-    flag = lambda name: int((re.search(rf"--{name} (\d+)", one.job) or [0, 0])[1])  # noqa: E731
-    vocabulary = weights["token.weight"].shape[0]
-    layers = one.layers
-    more = {"experts": flag("experts"), "top_k": flag("top-k") or 1, "tied": one.model == "tied"}
-    if one.model == "llama":
-        more |= {"kv": 0.5, "mlp": 3 * WIDTH * 48, "llama": True}
-    return decoder(layers, one.width, vocabulary, CONTEXT, BATCH, **more)
-
-
 def loads_by_itself(one):
-    return is_first(one) and one.traits.isdisjoint({"saved_alike", "loaded_alike"})
+    return one.is_first and one.traits.isdisjoint({"saved_alike", "loaded_alike"})
 
 
 def loads_what_is_frozen(one):
@@ -432,20 +253,19 @@ def freezes(one):
 
 
 @pytest.mark.parametrize(
-    "one", tries(freezes, models=("gpt", "images"), but=(*ADAPTERS, "differs"))
+    "one", tries(freezes, models=("gpt", "images"), but=("LoRA", "QLoRA", "differs"))
 )
 def test_what_is_frozen_is_left_alone(one, run_once):
     """By hooks, reductions, norms and optimizers, on every rank: as in the single process."""
     if one.model == "images" and torch.__version__ < "2.14":
         pytest.skip("backward of a GroupNorm on a CPU crashes, if its input needs no gradient")
-    job = one.job.replace(one.steps, "--max-steps 2" + " --double" * (not one.rounds))
+    job = one.short(2)
     if loads_what_is_frozen(one):
         job += f" --weights {single(one, run_once)}/model.pt"
-    theirs = f"frozen {HOOKS.get(one.technique.name, '')}".strip()
-    _, reference = run_once("pytorch_SingleGPU", 1, job, theirs)
+    _, reference = run_once("pytorch_SingleGPU", 1, job, f"frozen {one.hooks}".strip())
     _, folder = run_once(one.technique.script, one.n, f"{one.case.flags} {job}", "frozen")
-    (weights, result) = read_run(folder)
-    (expected, expected_result) = read_run(reference)
+    weights, result = read_run(folder)
+    expected, expected_result = read_run(reference)
     assert result["train_loss"] == pytest.approx(expected_result["train_loss"], rel=0.01)
     if not one.rounds:
         assert relative_difference(weights, expected) < TOLERANCE["adamw"] * one.slack
@@ -453,8 +273,8 @@ def test_what_is_frozen_is_left_alone(one, run_once):
 
 def test_an_optimizer_in_backward_takes_a_step_per_block(run_once):
     """Not per parameter: with a balancing bias, each step of an optimizer is an all-reduce."""
-    flags = f"{DATA} {GPT.replace(CLIP, '').format(2, WIDTH)} --experts 4 --balance bias"
-    _, folder = run_once("pytorch_optimizer_in_backward", 2, f"{flags} --max-steps 2", "sent")
+    flags = f"{DATA} --model gpt-2x2x8 --context 8 --experts 4 --balance bias --max-steps 2"
+    _, folder = run_once("pytorch_optimizer_in_backward", 2, flags, "sent")
     ends = 3  # embedding, head, and what is in neither
     assert read_run(folder)[1]["calls"]["allreduce"] == 2 + ends
 
@@ -484,13 +304,13 @@ def loads_alone(one):
 def test_it_starts_with_the_weights_of_the_single_process(one, run_once, tmp_path):
     """At this rate no weight changes, and what was loaded is written again."""
     path = single(one, run_once) / "model.pt"
-    job = one.job.replace(one.steps, "--max-steps 1" + " --double" * (not one.rounds))
-    job += f" --weights {path} --lr 1e-30 --weight-decay 0 --output-dir {tmp_path}"
+    job = f"{one.short(1)} --weights {path} --lr 1e-30 --weight-decay 0 --output-dir {tmp_path}"
     succeed(hooked(one.script, one.n, job), forked=True)
     expected = torch.load(path, weights_only=True)
     weights = read_run(tmp_path)[0]
     packed = rounded(expected) if one.technique.name == "QLoRA" else {}
-    if one.technique.name in ("half_precision", *ADAPTERS, LOW) and "--dtype" in one.script:
+    stores_half = one.adapts or one.technique.name in ("half_precision", "low_bit_optimizer")
+    if stores_half and "--dtype" in one.script:
         dtype = torch.float32 if "--master-weights" in one.script else torch.bfloat16
         expected = {name: t.to(dtype).to(t.dtype) for name, t in expected.items()}
     expected |= packed
@@ -511,11 +331,12 @@ def rounded(weights):
 
 
 def resumes(one):
+    """DDP of images, and FSDP of packed documents, as a GPT resumes no more than these do."""
     if one.model == "images":
-        return is_first(one) and one.technique.name == "torchrun_DDP"
-    return one.script == "pytorch_FSDP --packed" or (
-        is_first(one) and "saved_alike" not in one.technique.traits
-    )
+        return one.is_first and one.technique.name == "torchrun_DDP"
+    if one.technique.name in ("torchrun_DDP", "FSDP"):
+        return one.script == "pytorch_FSDP --packed"
+    return one.is_first and "saved_alike" not in one.technique.traits
 
 
 @pytest.mark.parametrize(
@@ -533,16 +354,13 @@ def test_it_resumes_where_the_single_process_was(one, run_once, tmp_path):
     flags = f"{one.job} --resume {snapshot} --output-dir {tmp_path}"
     finished = succeed(hooked(one.script, one.n, flags), forked=True)
     assert f"resumed from {snapshot} at epoch 2, step {SAVED + 1}" in finished.stdout
-    (weights, result) = read_run(tmp_path)
-    (expected, theirs) = read_run(reference)
+    weights, result = read_run(tmp_path)
+    expected, theirs = read_run(reference)
     check_weights(one, relative_difference(weights, expected))
     about = "the losses of the steps before are not in its mean"
     assert result["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-9), about
 
 
-# With dropout: nothing is drawn in a first step that is not drawn in others.
-SAME = f"{DATA} {GPT} --dropout 0.2 --schedule none --lr 0.001 --deterministic --optimizer adamw"
-SAME += " --train-samples 167 --snapshot-every 4 --eval-every 3 --max-steps 5"
 WAYS = {  # hooks of the run that ends early, its code, and what it says
     "stopped": ("stop_at:3", 143, "stopped by SIGTERM after step 3 of 5"),
     "stopped_twice": ("stop_at:3", 143, "stopped by SIGTERM after step 3 of 5"),
@@ -559,12 +377,16 @@ ENDS = [
 ]
 
 
+def undisturbed(one, run_once):
+    """The folder of a run that nobody ended."""
+    flags = f"{one.case.flags} {one.dropping} --resume none"
+    return run_once(one.technique.script, one.n, flags)[1]
+
+
 def check_same_bits(one, run_once, folder):
     """Whether a folder has the weights and losses of a run that was left alone."""
-    flags = f"{one.case.flags} {one.dropping} --resume none"
-    _, whole = run_once(one.technique.script, one.n, flags)
-    (expected, theirs) = read_run(whole)
-    (found, result) = read_run(folder)
+    expected, theirs = read_run(undisturbed(one, run_once))
+    found, result = read_run(folder)
     assert not differing(found, expected), "other bits than those of a run that nobody ended"
     for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_step", "model_step", "steps"):
         assert result[name] == theirs[name], f"{name} is not that of a run that nobody ended"
@@ -594,13 +416,12 @@ def is_resumed(one):
     ended = any(case.traits & set(WAYS) for case in one.technique.cases)
     scaled = any("scaled" in case.traits for case in one.technique.cases)
     alike = one.technique.traits & {"saved_alike", "resumed_alike"}
-    return is_first(one) and not (ended or scaled or alike)
+    return one.is_first and not (ended or scaled or alike)
 
 
 @pytest.mark.parametrize("one", tries(is_resumed))
 def test_resumed_from_its_own_snapshot_it_has_the_same_bits(one, run_once, tmp_path):
-    flags = f"{one.case.flags} {one.dropping} --resume none"
-    _, whole = run_once(one.technique.script, one.n, flags)
+    whole = undisturbed(one, run_once)
     [snapshot] = whole.glob("snapshots/step-00000004")
     flags = f"{one.dropping} --resume {snapshot} --output-dir {tmp_path}"
     finished = succeed(hooked(one.script, one.n, flags), forked=True)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torchvision
 from conftest import TABLES, cases, refused, succeed
+from contract_cases import FLOAT16
 from fake_gpu import GIB, FakeCuda, FakeGpus
-from test_contract import FLOAT16
 from torch._subclasses import fake_tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 from conftest import HOOKED, ROOT, cases, launcher, relative_difference, succeed
-from test_contract import PACKED, TOLERANCE
+from contract_cases import PACKED, TOLERANCE
 
 from report import matrix
 
