@@ -88,6 +88,11 @@ class Finished(NamedTuple):
         return self.stdout.splitlines()
 
     @property
+    def lists(self):
+        """What ranks have printed as JSON, each in a line."""
+        return [json.loads(line) for line in self.lines if line.startswith("[")]
+
+    @property
     def errors(self):
         """Our own error lines, on any rank."""
         return re.findall(r"^\w+: error: .*$", self.stdout + self.stderr, re.MULTILINE)
@@ -242,6 +247,14 @@ def succeed(command, **options):
     return finished
 
 
+def run_program(text, n, folder):
+    """Lines of Python on n ranks, which can import our files."""
+    program = folder / "program.py"
+    program.write_text(text)
+    command = f"torchrun --standalone --nproc_per_node={n} {program}"
+    return succeed(command, forked=True, PYTHONPATH=str(ROOT))
+
+
 @contextlib.contextmanager
 def refused(*words):
     """What is run within has to end with exit code 2, and with one line that has these words."""
@@ -385,6 +398,14 @@ def train(request, run_once):
         return state, result
 
     return get
+
+
+@pytest.fixture
+def double():
+    """Tensors of this process are made in float64."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

@@ -1,30 +1,19 @@
 """Context parallelism beyond the contract: what a layer computes and keeps, and PyTorch's own ring.
 Which mistakes in sharding are silent is in test_silent.py."""
 
-import json
-import re
-
 import torch
-from conftest import ROOT, cases, launcher, read_run, succeed
+from conftest import cases, launcher, read_run, run_program, succeed
 
 JOB = "--model gpt-2x12x48 --context 24 --dataset synthetic --train-samples 150 --eval-samples 20"
 JOB += " --batch-size 24 --epochs 9 --print-freq 1 --clip-grad 0.5"
 
 
-def write_program(folder, text):
-    """That has the script as a module."""
-    program = folder / "program.py"
-    program.write_text(f"""
+IMPORTED = """
 import sys
-sys.path.insert(0, "{ROOT}")
 sys.argv[0] = "pytorch_CP.py"
 import jobs.gpt
 import pytorch_CP as script
-{text}
-""")
-    return program
-
-
+"""
 # Calls an attention as a layer does, and counts.
 ONE_LAYER = """
 import json, torch
@@ -66,9 +55,7 @@ dist.destroy_process_group()
 def test_a_layer(n, tmp_path):
     """Each attention has all ranks compute as much, and keeps for backward what belongs to 1/N of
     the positions; allgather all keys and values."""
-    program = write_program(tmp_path, ONE_LAYER)
-    finished = succeed(f"torchrun --standalone --nproc_per_node={n} {program}", forked=True)
-    lines = [json.loads(line) for line in re.findall(r"^\[.*\]$", finished.stdout, re.MULTILINE)]
+    lines = run_program(IMPORTED + ONE_LAYER, n, tmp_path).lists
     assert len(lines) == 3 * n
     kept = {"ring": 4 / n, "allgather": 2 + 2 / n, "ulysses": 4 / n}
     for name in kept:
@@ -128,9 +115,7 @@ dist.destroy_process_group()
 
 def test_pytorchs_own_ring(tmp_path):
     """All but its kernels, for which there are others here: a CPU has none."""
-    program = write_program(tmp_path, PYTORCH)
-    finished = succeed("torchrun --standalone --nproc_per_node=3 " + str(program), forked=True)
-    assert finished.stdout.count("the same") == 3
+    assert run_program(IMPORTED + PYTORCH, 3, tmp_path).stdout.count("the same") == 3
 
 
 def test_fewer_texts_than_ranks(tmp_path):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import example_runs
 import pytest
 import torch
-from conftest import ROOT, TABLES, cases, distance, launch, same_bits
+from conftest import ROOT, TABLES, cases, distance, launch, run_program, same_bits
 from example_runs import IN_PLAIN, ROWS, best, check_end, generate, insert, own_of, read, run, start
 
 pytest.importorskip("transformers")  # whose server forks them
@@ -309,10 +309,8 @@ dist.destroy_process_group()
 
 def test_an_average_of_shards_sends_nothing(tmp_path):
     """Of FSDP, HSDP and TP, of both, and of a tensor that every rank has; in uneven shards."""
-    program = tmp_path / "averages.py"
-    program.write_text(read("ema").partition("\n\n\ndef main")[0] + AVERAGES)
-    finished = launch(f"torchrun --nproc_per_node=4 {program}", forked=True)
-    assert finished.code == 0 and finished.stdout.count("the same") == 4, str(finished)
+    functions = read("ema").partition("\n\n\ndef main")[0]
+    assert run_program(functions + AVERAGES, 4, tmp_path).stdout.count("the same") == 4
 
 
 APART_HEADS = """

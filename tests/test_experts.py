@@ -1,6 +1,5 @@
 """Mixture of experts: unit tests. Parity is in test_contract.py."""
 
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, cases, read_run, same_bits, succeed
+from conftest import cases, read_run, run_program, same_bits
 from test_inference import infer
 from test_text import settled
 from torch import nn
@@ -245,10 +244,7 @@ dist.destroy_process_group()
 def test_dropout_is_of_the_sum(n, tmp_path):
     """Each rank has a term of it. With sequence parallelism the ranks draw other masks, and of the
     terms' sum next to nothing would be dropped."""
-    program = tmp_path / "program.py"
-    program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{DROPPED}")
-    finished = succeed(f"torchrun --standalone --nproc_per_node={n} {program}", forked=True)
-    found = [json.loads(line) for line in finished.lines if line.startswith("[")]
+    found = run_program(DROPPED, n, tmp_path).lists
     assert len(found) == 2 * n
     for sharded, shape, share in found:
         assert shape == [4, 64 // n if sharded else 64, 8]

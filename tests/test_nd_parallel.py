@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from conftest import HOOKED, ROOT, cases, launcher, relative_difference, succeed
+from conftest import HOOKED, cases, launcher, relative_difference, run_program, succeed
 from contract_cases import PACKED, TOLERANCE
 
 from report import matrix
@@ -143,10 +143,7 @@ dist.destroy_process_group()
 def test_rank_0_gathers_one_copy_of_the_weights(stages, tmp_path):
     """Beside its own, which are 64 MiB here, it has what other stages have; of no tensor a second
     copy, as gather_object would need several."""
-    program = tmp_path / "program.py"
-    path = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-    program.write_text(path + GATHER.replace("STAGES", str(stages)))
-    finished = succeed(f"torchrun --standalone --nproc_per_node=2 {program}", forked=True)
-    more, values = json.loads(finished.lines[-1])
+    program = GATHER.replace("STAGES", str(stages))
+    [[more, values]] = run_program(program, 2, tmp_path).lists
     assert values == {f"{stage}-{n}": [stage] for stage in range(stages) for n in range(8)}
     assert more < (stages - 1) / 16 + 0.02

@@ -1,13 +1,9 @@
 """pytorch_SimpleFSDP_by_hand.py: between forward and backward a rank has shards only."""
 
-import json
-import re
+from conftest import run_program
 
-from conftest import ROOT, succeed
-
-PROGRAM = f"""
-import json, sys, time
-sys.path.insert(0, {str(ROOT)!r})
+PROGRAM = """
+import json, time
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -51,12 +47,9 @@ dist.destroy_process_group()
 def test_between_forward_and_backward_no_parameter_is_whole(tmp_path):
     """What is gathered in bytes: after forward, at most in forward and in backward, at the end.
     Autograd alone keeps the linear layers' matrices, and the norm."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = f"torchrun --standalone --nproc_per_node=2 {tmp_path}/program.py"
-    lines = re.findall(r"^\[.*\]$", succeed(command, forked=True).stdout, re.MULTILINE)
-    assert len(lines) == 4
+    found = sorted(run_program(PROGRAM, 2, tmp_path).lists)
+    assert len(found) == 4
     matrices = 4 * (8 * 16 + 16 * 11)
-    found = sorted(map(json.loads, lines))
     assert [row[0] for row in found] == [0, 0, *2 * [matrices + 4 * 2 * 16]]
     for _, forward, backward, end in found[:2]:  # a matrix and its bias; a matrix
         assert (forward, backward, end) == (4 * 17 * 11, 4 * 16 * 11, 0)
