@@ -1,19 +1,19 @@
 """Local SGD and DiLoCo: what they compute, when they sync, what they send, who may resume them.
 That they resume with the same bits: test_contract.py."""
 
+import itertools
 import re
-import shlex
 import signal
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import cases, hooked, launch, read_run, relative_difference, snapshots, succeed
-from torch.utils.data import DistributedSampler
+from test_text import settled
+from torch.utils.data import DataLoader, DistributedSampler
 
 import common
-from harness.settings import read_flags
-from jobs.choice import Settings, resolve
 from libraries.weights import load
 from pytorch_LocalSGD import CommonWeights
 
@@ -27,18 +27,21 @@ DILOCO = "--outer-lr 0.7 --outer-momentum 0.9"
 INNER = {"sgd": SGD, "adamw": f"{ADAMW} --lr 0.01 --clip-grad 0.5"}
 OUTER = {"average": "", "DiLoCo": DILOCO, "half the way": "--outer-lr 0.5"}
 LOCAL = "pytorch_LocalSGD"
+EVERY = f"{LOCAL} --sync-every 1"
+DDP = "pytorch_torchrun_DDP"
+ONE = "pytorch_SingleGPU"
 
 
 # ----------------------------------------------------------------------------- what is computed
 SAME = [  # flags, ranks, the script it is equal to, its ranks, and how close
-    (f"{GPT} {SGD} --sync-every 1", 2, "pytorch_SingleGPU", 1, 1e-12),
+    (f"{GPT} {SGD} --sync-every 1", 2, ONE, 1, 1e-12),
     # alone, whenever it syncs, and to the last bit: an average of one changes nothing
-    (f"{GPT} {ADAMW} --dropout 0.2 --sync-every 4", 1, "pytorch_SingleGPU", 1, 0),
-    (f"{RESNET} --sync-every 4", 1, "pytorch_SingleGPU", 1, 0),
-    (f"{GPT} {SGD} --sync-every 1", 3, "pytorch_SingleGPU", 1, 1e-12),
-    (f"{GPT} {SGD} --sync-every 1", 4, "pytorch_SingleGPU", 1, 1e-12),
+    (f"{GPT} {ADAMW} --dropout 0.2 --sync-every 4", 1, ONE, 1, 0),
+    (f"{RESNET} --sync-every 4", 1, ONE, 1, 0),
+    (f"{GPT} {SGD} --sync-every 1", 3, ONE, 1, 1e-12),
+    (f"{GPT} {SGD} --sync-every 1", 4, ONE, 1, 1e-12),
     # of BatchNorm the statistics are of each rank's images, too, and rank 0's are judged
-    (f"{RESNET} --norm batch --sync-every 1", 2, "pytorch_torchrun_DDP", 2, 1e-9),
+    (f"{RESNET} --norm batch --sync-every 1", 2, DDP, 2, 1e-9),
 ]
 
 
@@ -55,41 +58,22 @@ def test_where_it_is_exact(flags, n, other, ranks, close, train):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
 
 
-PLAYED = [(inner, outer) for inner in INNER for outer in OUTER]
-USUAL = [("sgd", "average"), ("adamw", "DiLoCo")]
+PLAYED = [(inner, outer, parts) for parts in (1, 2) for inner in INNER for outer in OUTER]
+USUAL = [("sgd", "average", 1), ("adamw", "DiLoCo", 1), ("adamw", "DiLoCo", 2)]
 
 
-@cases("inner, outer", PLAYED, lambda *row: row in USUAL)
-def test_against_ranks_played_one_after_the_other(inner, outer, train):
-    """Three ranks with a sync after steps 4, 6 (an epoch's end), 8 and 12. Here the outer step is
-    that of torch.optim.SGD, as the paper has it."""
+@cases("inner, outer, parts", PLAYED, lambda *row: row in USUAL)
+def test_against_ranks_played_one_after_the_other(inner, outer, parts, train, double):
+    """Three ranks with a sync after steps 4, 6 (an epoch's end), 8 and 12. Of two fragments, the
+    first half of the weights after steps 4, 8 and 12, the second after 2 and 10; both at the end of
+    an epoch. Here the outer step is that of torch.optim.SGD, as the paper has it."""
     flags = f"{GPT} {INNER[inner]}"
-    weights, result = train(f"{LOCAL} --sync-every 4 {OUTER[outer]}", 3, flags)
-    words = shlex.split(f"{JOB} {flags} --device cpu")
-    args = resolve(read_flags(common.argument_parser(""), Settings, words))
-    torch.set_default_dtype(torch.float64)
-    try:
-        found = play_ranks(args, 3, 4, *re.findall(r"[\d.]+", OUTER[outer]))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    fragments = f"--fragments {parts}" if parts > 1 else ""
+    weights, result = train(f"{LOCAL} --sync-every 4 {fragments} {OUTER[outer]}", 3, flags)
+    numbers = re.findall(r"[\d.]+", OUTER[outer])
+    found = play_ranks(settled(f"{JOB} {flags}"), 3, *numbers, halves=parts == 2)
     assert relative_difference(weights, found) < 1e-10
     assert result["steps"] == 12
-
-
-@cases("inner, outer", PLAYED, lambda *row: row == USUAL[1])
-def test_fragments_against_ranks_played_one_after_the_other(inner, outer, train):
-    """The first half of the weights after steps 4, 8 and 12, the second after 2 and 10; both at the
-    end of an epoch, after 6 and 12."""
-    flags = f"{GPT} {INNER[inner]}"
-    weights, _ = train(f"{LOCAL} --sync-every 4 --fragments 2 {OUTER[outer]}", 3, flags)
-    words = shlex.split(f"{JOB} {flags} --device cpu")
-    args = resolve(read_flags(common.argument_parser(""), Settings, words))
-    torch.set_default_dtype(torch.float64)
-    try:
-        found = play_ranks(args, 3, 4, *re.findall(r"[\d.]+", OUTER[outer]), halves=True)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert relative_difference(weights, found) < 1e-10
 
 
 def test_fragments_are_all_parameters_once():
@@ -99,64 +83,84 @@ def test_fragments_are_all_parameters_once():
         assert sum((sizes[part] for part in parts), []) == sizes and len(parts) <= number
 
 
-def play_ranks(args, n: int, every: int, lr="1", momentum="0", halves=False) -> dict:
+class Rank(NamedTuple):
+    """A rank that is played: what it has of its own."""
+
+    sampler: DistributedSampler
+    loader: DataLoader
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+
+
+def make_rank(args, train_set, number, n):
+    sampler = DistributedSampler(train_set, n, number, seed=args.seed, drop_last=True)
+    loader = common.make_loader(args, train_set, args.batch_size // n, sampler, drop_last=True)
+    torch.manual_seed(args.seed)
+    model = common.make_model(args, train_set.classes)
+    optimizer = common.make_optimizer(args, model, fused=False)
+    scheduler = common.make_scheduler(args, optimizer, len(loader))
+    return Rank(sampler, loader, model, optimizer, scheduler)
+
+
+def play_ranks(args, n, lr="1", momentum="0", halves=False) -> dict:
     """Local SGD with all ranks in this process."""
-    ranks = []
     train_set, _ = common.make_datasets(args)
-    for rank in range(n):
-        sampler = DistributedSampler(train_set, n, rank, seed=args.seed, drop_last=True)
-        size = args.batch_size // n
-        loader = common.make_loader(args, train_set, size, sampler, drop_last=True)
-        torch.manual_seed(args.seed)
-        model = common.make_model(args, train_set.classes)
-        optimizer = common.make_optimizer(args, model, fused=False)
-        scheduler = common.make_scheduler(args, optimizer, len(loader))
-        ranks.append((sampler, loader, model, optimizer, scheduler))
-    shared = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    ranks = [make_rank(args, train_set, number, n) for number in range(n)]
+    shared = [p.detach().clone().requires_grad_() for p in ranks[0].model.parameters()]
     nesterov = float(momentum) > 0
     outer = torch.optim.SGD(shared, lr=float(lr), momentum=float(momentum), nesterov=nesterov)
     step = 0
     for epoch in range(2):
-        for sampler, *_ in ranks:
-            sampler.set_epoch(epoch)
-        for index, batches in enumerate(zip(*(rank[1] for rank in ranks), strict=True)):
-            for rank, batch in enumerate(batches):
-                _, _, model, optimizer, scheduler = ranks[rank]
+        for rank in ranks:
+            rank.sampler.set_epoch(epoch)
+        for index, batches in enumerate(zip(*(rank.loader for rank in ranks), strict=True)):
+            for number, batch in enumerate(batches):
                 place = args.seed, epoch, index
-                tokens, labels = train_set.prepare(batch, "cpu", *place, share=(rank, n))
-                optimizer.zero_grad()
-                F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
-                if args.clip_grad:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
-                optimizer.step()
-                scheduler.step()
+                inputs = train_set.prepare(batch, "cpu", *place, share=(number, n))
+                take_step(ranks[number], args, *inputs)
             step += 1
-            if step not in ((2, 4, 6, 8, 10, 12) if halves else (4, 6, 8, 12)):
-                continue
-            middle = sum(p.numel() for p in shared) / 2
-            before = 0
-            first = []  # which parameters are in the first half
-            for p in shared:
-                first.append(before < middle)
-                before += p.numel()
-            due = [not halves or step % 6 == 0 or it == (step % 4 == 0) for it in first]
-            everyones = list(zip(*(rank[2].parameters() for rank in ranks), strict=True))
-            with torch.no_grad():
-                for p, theirs, now in zip(shared, everyones, due, strict=True):
-                    p.grad = p - sum(theirs) / n if now else None
-                outer.step()
-                for p, theirs, now in zip(shared, everyones, due, strict=True):
-                    for own in theirs if now else ():
-                        own.copy_(p)
-    return model.state_dict()
+            synchronize(ranks, shared, outer, due_after(step, shared, halves))
+    return ranks[0].model.state_dict()
+
+
+def take_step(rank, args, tokens, labels):
+    rank.optimizer.zero_grad()
+    F.cross_entropy(rank.model(tokens).flatten(0, 1), labels.flatten()).backward()
+    if args.clip_grad:
+        torch.nn.utils.clip_grad_norm_(rank.model.parameters(), args.clip_grad)
+    rank.optimizer.step()
+    rank.scheduler.step()
+
+
+def due_after(step, shared, halves):
+    """Which parameters are averaged after a step: all, or those that begin in a half of them."""
+    sizes = [p.numel() for p in shared]
+    begins = [end - size for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    first_half = step in (4, 6, 8, 12)
+    second_half = step in (2, 6, 10, 12) if halves else first_half
+    return [first_half if begin < sum(sizes) / 2 else second_half for begin in begins]
+
+
+def synchronize(ranks, shared, outer, due):
+    everyones = list(zip(*(rank.model.parameters() for rank in ranks), strict=True))
+    with torch.no_grad():
+        for p, theirs, now in zip(shared, everyones, due, strict=True):
+            p.grad = p - sum(theirs) / len(ranks) if now else None
+        outer.step()
+        for p, theirs, now in zip(shared, everyones, due, strict=True):
+            for own in theirs if now else ():
+                own.copy_(p)
 
 
 # ------------------------------------------------------------------------ what is sent and kept
-@pytest.mark.parametrize("flags, messages", [
-    ("--sync-every 4", 1), (f"--sync-every 2 {DILOCO}", 1), ("--sync-every 4 --max-steps 11", 0),
-])  # fmt: skip
-def test_a_sync_every_h_steps_is_one_message(flags, messages, run_once):
+MESSAGES = {"--sync-every 4": 1, "--sync-every 4 --max-steps 11": 0, f"--sync-every 2 {DILOCO}": 1}
+
+
+@cases("flags", MESSAGES, lambda flags: DILOCO not in flags)
+def test_a_sync_every_h_steps_is_one_message(flags, run_once):
     """Of all weights; here the last step is looked at."""
+    messages = MESSAGES[flags]
     _, folder = run_once(LOCAL, 2, f"{JOB} {GPT} {SGD} {flags}", "sent")
     _, result = read_run(folder)
     assert result["calls"] == {"allreduce": 1} if messages else not result["calls"]
@@ -171,7 +175,7 @@ def test_between_two_syncs_only_the_same_ranks_go_on(tmp_path):
     [snapshot] = snapshots(tmp_path / "run")
     ranks = "rank-00000.pt", "rank-00001.pt"
     assert {file.name for file in snapshot.iterdir()} == {"SHA256SUMS", "state.pt", *ranks}
-    for script, n in [(LOCAL, 3), ("pytorch_torchrun_DDP", 2)]:
+    for script, n in [(LOCAL, 3), (DDP, 2)]:
         line = launch(hooked(script, n, f"{job} --resume auto"), forked=True).refusal
         assert f"--resume {snapshot} was written between two synchronizations, when" in line
         assert "resume with pytorch_LocalSGD.py on 2 ranks" in line
@@ -184,9 +188,6 @@ def test_between_two_syncs_only_the_same_ranks_go_on(tmp_path):
     assert "at epoch 1, step 4" in finished.stdout
 
 
-EVERY = f"{LOCAL} --sync-every 1"
-DDP = "pytorch_torchrun_DDP"
-ONE = "pytorch_SingleGPU"
 SHORT = [(EVERY, 3, 2), (ONE, 1, 12)]
 LONG = [(EVERY, 3, 2), (EVERY, 2, 4), (DDP, 2, 7), (EVERY, 4, 9), (ONE, 1, 10), (EVERY, 3, 12)]
 
@@ -195,7 +196,7 @@ LONG = [(EVERY, 3, 2), (EVERY, 2, 4), (DDP, 2, 7), (EVERY, 4, 9), (ONE, 1, 10), 
 def test_after_a_sync_any_ranks_and_scripts_go_on(turns, tmp_path):
     """Within an epoch, and where that is exact: with the mean of what the ranks' momentum was."""
     flags = f"{JOB} {GPT} {SGD} --warmup-steps 20"
-    succeed(hooked("pytorch_SingleGPU", 1, f"{flags} --output-dir {tmp_path}/whole"), forked=True)
+    succeed(hooked(ONE, 1, f"{flags} --output-dir {tmp_path}/whole"), forked=True)
     job = f"{flags} --output-dir {tmp_path}/parts --resume auto"
     for script, n, steps in turns:
         finished = succeed(hooked(script, n, f"{job} --max-steps {steps}"), forked=True)
@@ -211,8 +212,7 @@ def test_diloco_goes_on_from_ddp(tmp_path):
     job = f"{JOB} --model gpt-2x4x32 --context 16 {ADAMW} --schedule none"
     job += f" --output-dir {tmp_path} --resume auto"
     weights = []
-    ddp = "pytorch_torchrun_DDP"
-    for script, steps in [(ddp, 1), (ddp, 30), (f"{LOCAL} {DILOCO}", 31)]:
+    for script, steps in [(DDP, 1), (DDP, 30), (f"{LOCAL} {DILOCO}", 31)]:
         succeed(hooked(script, 2, f"{job} --max-steps {steps}"), forked=True)
         weights.append(read_run(tmp_path)[0])
     first, before, after = weights
