@@ -68,11 +68,12 @@ def image_folder(tmp_path_factory):
     """A tiny ImageFolder: three colours, with some noise, in files of several kinds and sizes."""
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
+    sizes = [(32, 32), (40, 32), (32, 48), (64, 64)]
     colours = {"blue": (60, 90, 200), "green": (70, 180, 80), "red": (210, 70, 60)}
     for (split, count), (name, colour) in product([("train", 20), ("test", 7)], colours.items()):
         (root / split / name).mkdir(parents=True)
         for i in range(count):
-            height, width = [(32, 32), (40, 32), (32, 48), (64, 64)][i % 4]
+            height, width = sizes[i % 4]
             pixels = rng.normal(colour, 25, size=(height, width, 3)).clip(0, 255)
             image = Image.fromarray(pixels.astype(np.uint8))
             kind, mode = ("png", "P") if i % 5 == 4 else ("jpg", "RGB")

@@ -111,9 +111,11 @@ def run(name, n, folder, code="", kill=0, **options):
     """The figures that it prints, by step."""
     finished = start(name, n, folder, code, kill=kill, **options)
     assert finished.code == (7 if kill else 0), str(finished)
-    figures = r"^step (\d+): loss (\S+), evaluation loss (\S+), norm (\S+)( \S+)*$"
-    found = re.findall(figures, finished.stdout, re.M)
-    return {int(step): [float(each) for each in row if each] for step, *row in found}
+    line = r"^step (\d+): loss (\S+), evaluation loss (\S+), norm (\S+)( \S+)*$"
+    figures = {}
+    for step, *row in re.findall(line, finished.stdout, re.M):
+        figures[int(step)] = [float(each) for each in row if each]
+    return figures
 
 
 def best(folder):

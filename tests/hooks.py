@@ -88,16 +88,22 @@ def recorded():
     return found
 
 
+def asked_of(order, ranks):
+    """What a rank asked the groups that these ranks are in for. Only the sizes of an all-to-all
+    differ."""
+    return [
+        (group, kind, "alltoall" in kind or size)
+        for group, kind, size in order
+        if ranks <= set(group[1])
+    ]
+
+
 def compare_order(everyone):
     """Any two ranks ask the groups that both are in for the same, in the same order, of each group
-    and between groups: otherwise nccl may wait for ever. Only the sizes of an all-to-all differ."""
+    and between groups: otherwise nccl may wait for ever."""
     for rank, order in enumerate(everyone[1:], 1):
         for other, theirs in enumerate(everyone[:rank]):
-            both = [
-                [(group, kind, "alltoall" in kind or size) for group, kind, size in found
-                 if {rank, other} <= set(group[1])]
-                for found in (theirs, order)
-            ]  # fmt: skip
+            both = [asked_of(one, {rank, other}) for one in (theirs, order)]
             assert both[0] == both[1], f"ranks {other} and {rank} send in another order: {both}"
 
 
@@ -150,9 +156,11 @@ def sent():
     def finish_and_write(run, *args, **kwargs):
         compare_order(gather_objects(order))
         everyone = gather_objects(counter.sent)
+        total = collections.Counter()
+        for theirs in everyone:
+            total.update(theirs)
+        sent = {kind: size / len(everyone) for kind, size in total.items()}
         path = run.args.output_dir / "result.json"
-        kinds = {kind for sent in everyone for kind in sent}
-        sent = {kind: sum(theirs[kind] for theirs in everyone) / len(everyone) for kind in kinds}
         finish(run, *args, **kwargs)
         if RANK == 0:
             result = json.loads(path.read_text()) | {"sent": sent, "calls": counter.calls}

@@ -221,8 +221,10 @@ def test_a_stream_of_files(workers, plain, tmp_path_factory, tmp_path):
     """Of unequal lengths, over two epochs."""
     folder = tmp_path_factory.mktemp("files")
     for i in range(8):
-        rows = [[(7 * k + 37 * j + i) % 64 for k in range(9 + j % 5)] for j in range(20 + 3 * i)]
-        lines = [json.dumps({"tokens": row}) for row in rows]
+        lines = []
+        for j in range(20 + 3 * i):
+            tokens = [(7 * k + 37 * j + i) % 64 for k in range(9 + j % 5)]
+            lines.append(json.dumps({"tokens": tokens}))
         (folder / f"{i}.jsonl").write_text("\n".join([*lines, ""]))
     subprocess.run("wc -l *.jsonl > counts", shell=True, check=True, cwd=folder)
     counts = (folder / "counts").read_text()

@@ -57,7 +57,7 @@ def rows():
     for some in PAIRS + TRIPLES:
         if {"shard", "cp"} & set(some):
             yield "+".join(some), "mixture" if "pp" not in some else "biased", "adamw", "--ep 2"
-            extra = "--ep 2" + " --sequence-parallel" * ("tp" in some)
+            extra = "--ep 2 --sequence-parallel" if "tp" in some else "--ep 2"
             yield "+".join(some), "biased", "adamw", f"{extra} --accumulate 2 --ac full"
     for many in itertools.chain(*LARGE):
         yield "+".join(many), "llama", "adamw", ALL if "tp" in many else ""
