@@ -60,6 +60,19 @@ class CountSent(TorchDispatchMode):
             self.calls[message.kind] += 1
             self.sent[message.kind] += message.sent
 
+    def count_other_threads(self):
+        """PowerSGD sends in one, and a mode is of one thread."""
+        from estimator.sent import Message
+
+        all_reduce = dist.all_reduce
+
+        def counted(tensor, *args, **kwargs):
+            if threading.current_thread() is not threading.main_thread():
+                self.count(Message("allreduce", tensor.nbytes, dist.get_world_size()))
+            return all_reduce(tensor, *args, **kwargs)
+
+        dist.all_reduce = counted
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         from estimator.sent import message_of
 
@@ -112,7 +125,6 @@ def sent():
     run; how many bytes of one a rank sends is defined in estimator/sent.py. result.json also has
     ``sent`` and ``calls``, by collective: bytes, averaged over the ranks, and number of calls on
     rank 0."""
-    from estimator.sent import Message
     from harness.run import Run
     from harness.world import gather_objects
 
@@ -120,7 +132,6 @@ def sent():
     counter = CountSent()
     log = Run.log
     finish = Run.finish
-    all_reduce = dist.all_reduce
     saves = []
     save = dcp.async_save
     order = []  # in which this rank asked for the last step's
@@ -147,12 +158,6 @@ def sent():
         log(run, loss)
         counter.counts = counts
 
-    def counted_all_reduce(tensor, *args, **kwargs):
-        if threading.current_thread() is not threading.main_thread():
-            # PowerSGD's: the mode is of the main thread
-            counter.count(Message("allreduce", tensor.nbytes, dist.get_world_size()))
-        return all_reduce(tensor, *args, **kwargs)
-
     def finish_and_write(run, *args, **kwargs):
         compare_order(gather_objects(order))
         everyone = gather_objects(counter.sent)
@@ -169,7 +174,7 @@ def sent():
     around_batches(count_last)
     Run.log = uncounted_log
     Run.finish = finish_and_write
-    dist.all_reduce = counted_all_reduce
+    counter.count_other_threads()
 
 
 # `tolist` of a CPU tensor is not dispatched: hence the methods, besides the dispatcher's own.
