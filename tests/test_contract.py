@@ -26,6 +26,12 @@ def single(one, run_once):
     return run_once("pytorch_SingleGPU", 1, f"{one.job} --snapshot-every {SAVED}", one.hooks)[1]
 
 
+def trained(one, run_once):
+    """What a run left behind of which everything is looked at, and its folder."""
+    flags = f"{one.case.flags} {one.job} --snapshot-every {SAVED}"
+    return run_once(one.technique.script, one.n, flags, "sent waits products")
+
+
 def is_usual(one):
     """The first case, and each branch, if possible of a Llama."""
     sgd = "sgd" in one.case.traits or one.model == "images" or "differs" in one.technique.traits
@@ -47,8 +53,7 @@ def is_usual(one):
     tries(is_usual, tuple(TOLERANCE), ("gpt", "tied", "llama", "images"), more=PACKED),
 )
 def test_contract(one, run_once):
-    flags = f"{one.case.flags} {one.job} --snapshot-every {SAVED}"
-    finished, folder = run_once(one.technique.script, one.n, flags, "sent waits products")
+    finished, folder = trained(one, run_once)
     weights, result = read_run(folder)
     check_products(one, finished)
     check_files(one, folder, weights, result)
@@ -345,14 +350,15 @@ def resumes(one):
 )
 def test_it_resumes_where_the_single_process_was(one, run_once, tmp_path):
     """Within an epoch, at another number of ranks, in another script: as if all were one run. Files
-    of its own are those of another number of ranks."""
+    that no other script writes are its own, of a run on another number of ranks."""
     reference = folder = single(one, run_once)
+    ranks = one.n
     if "own_files" in one.technique.traits:
-        flags = f"{one.case.flags} {one.job} --snapshot-every {SAVED}"
-        _, folder = run_once(one.technique.script, 5 - one.n, flags)
+        _, folder = trained(one, run_once)
+        ranks = 5 - one.n
     [snapshot] = folder.glob(f"snapshots/step-{SAVED:08}")
     flags = f"{one.job} --resume {snapshot} --output-dir {tmp_path}"
-    finished = succeed(hooked(one.script, one.n, flags), forked=True)
+    finished = succeed(hooked(one.script, ranks, flags), forked=True)
     assert f"resumed from {snapshot} at epoch 2, step {SAVED + 1}" in finished.stdout
     weights, result = read_run(tmp_path)
     expected, theirs = read_run(reference)
