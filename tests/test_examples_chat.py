@@ -16,6 +16,8 @@ import jobs.chat
 from measure.count_padding import functions_of
 
 transformers = pytest.importorskip("transformers")
+
+
 def test_data_that_is_not_there_is_named(chat, tmp_path):
     with pytest.raises(SystemExit, match=r"none.jsonl: .*No such file.*; set it to your .jsonl"):
         functions_of(f"{chat}\nDATA = {str(tmp_path / 'none.jsonl')!r}")["make_data"]()
