@@ -55,9 +55,9 @@ BUDGETS = {
     "inference": 370,
     "exercises": 1440,
     "website": 592,
-    "measure": 1960,
-    "tests": 11100,
-    "common.py": 234,
+    "measure": 1900,
+    "tests": 11140,
+    "common.py": 235,
     "techniques.py": 222,
     "theory.py": 192,
 }
