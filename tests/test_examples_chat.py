@@ -18,9 +18,10 @@ from measure.count_padding import functions_of
 transformers = pytest.importorskip("transformers")
 
 
-def test_data_that_is_not_there_is_named(chat, tmp_path):
+def test_data_that_is_not_there_is_named(tmp_path):
+    chat = functions_of("chat.py", DATA=str(tmp_path / "none.jsonl"))
     with pytest.raises(SystemExit, match=r"none.jsonl: .*No such file.*; set it to your .jsonl"):
-        functions_of(f"{chat}\nDATA = {str(tmp_path / 'none.jsonl')!r}")["make_data"]()
+        chat["make_data"]()
 
 
 BAD = TABLES["wrong_conversations"]
