@@ -147,11 +147,12 @@ def model_and_row(name: str) -> tuple[str, str]:
 def worked(name: str, shown: dict, front: dict) -> str:
     """A table of predicted peaks, and the picture of the step."""
     names = [shown.get("beside"), *shown.get("between", []), shown["front"]]
+    runs = [front["outputs"][one] for one in names if one]
     title = shown.get("title", shown["front"])
     model, _ = model_and_row(shown["front"])
     rows = []
-    for one in filter(None, names):
-        found = front["outputs"][one]["output"][0]
+    for one, run in zip(filter(None, names), runs, strict=True):
+        [found] = run["output"]
         kinds = found["kinds"]
         small = kinds["input"] + kinds["temporary"] + kinds["update"]
         called = title if one == shown["front"] else one
@@ -159,7 +160,7 @@ def worked(name: str, shown: dict, front: dict) -> str:
         rows.append(sizes | {"name": called.removeprefix(f"{model}: ")})
     dashed = f", {shown['beside']} dashed" if "beside" in shown else ""
     picture = f"![Memory over one training step: {title}{dashed}]"
-    below = footer(front, "front", "predicted", rows)
+    below = footer(front, "front", "predicted", runs)
     table = draw(rows, {key.format(model=model): form for key, form in TABLES["worked"].items()})
     return f"{table}{below}\n\n{picture}(docs/images/step-{name}.svg)"
 

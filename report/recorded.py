@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from report.blocks import TABLES, draw, footer, machine_line
+from report.blocks import TABLES, draw, footer
 from report.diffs import fenced
 from report.results import Unusable, load
 
@@ -46,7 +46,7 @@ def silent_table(root: Path, found: dict, chinese: bool) -> str:
         name = next(iter(words))
         raise Unusable(f"{page} has no place <!-- silent-{name} --> ... <!-- end -->")
     return draw(rows, TABLES["silent_examples"]) + footer(
-        found, "outputs", machine_line(found["hardware"]), rows
+        found, "outputs", found["hardware"]["cpu"], rows
     )
 
 
