@@ -3,6 +3,7 @@ of the Hub of which only config.json is there, and data sets that are not there 
 
 import builtins
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -193,27 +194,23 @@ def stand_in_for_images(run) -> None:
     from torchvision.datasets import folder
 
     begin = folder.DatasetFolder.__init__
+    signature = inspect.signature(begin)
 
     def make(data, root, *args, **kwargs):
         if Path(root).is_dir():
             return begin(data, root, *args, **kwargs)
+        given = signature.bind(data, root, *args, **kwargs).arguments
         n = getattr(run.module, "CLASSES", CLASSES)
         run.stand_ins[f"{root}: images of {n} classes"] = True
-        torchvision_names = ("loader", "extensions", "transform", "target_transform")
-        given = dict(zip(torchvision_names, args, strict=False)) | kwargs
         transforms = {name: given.get(name) for name in ("transform", "target_transform")}
         folder.VisionDataset.__init__(data, root, **transforms)
         data.loader = lambda path: Image.new("RGB", (500, 400))
         data.classes = [f"class{i}" for i in range(n)]
         data.class_to_idx = {name: i for i, name in enumerate(data.classes)}
         data.samples = [(f"{root}/{i}.jpg", i % n) for i in range(4 * run.module.BATCH)]
-        data.imgs = data.samples
         data.targets = [label for _, label in data.samples]
 
-    folder.DatasetFolder.__init__ = make
-    folder.ImageFolder.__init__ = lambda data, root, *args, **kwargs: make(
-        data, root, folder.default_loader, None, *args, **kwargs
-    )
+    folder.DatasetFolder.__init__ = make  # ImageFolder calls it
 
 
 # --------------------------------------------------------------------------------- the Hub
