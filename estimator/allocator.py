@@ -2,7 +2,6 @@
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable
 
 from estimator.live_bytes import LiveBytes
 
@@ -80,25 +79,17 @@ class Allocator:
         bisect.insort(free, (size, segment, address))
 
 
-def replay(
-    live: LiveBytes, moments: Iterable[int], expandable: bool = False
-) -> list[tuple[int, int, int]]:
-    """What ``torch.cuda.memory_allocated()``, ``max_memory_allocated()`` and
-    ``max_memory_reserved()`` would have returned.
-
-    Args:
-        moments: each as the number of changes that ``live`` had counted by then.
-    """
+def replay(live: LiveBytes, expandable: bool = False) -> tuple[int, int]:
+    """What ``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()`` would have returned
+    after all that ``live`` has counted."""
     allocator = Allocator(expandable)
     sizes = {}
     highest = 0
-    found = {}
-    for count, (number, more) in enumerate(live.changes, 1):
+    for number, more in live.changes:
         sizes[number] = sizes.get(number, 0) + more
         if number in allocator.taken:  # freed or resized
             allocator.give_back(number)
         if sizes[number]:
             allocator.take(number, sizes[number], live.streams[number])
         highest = max(highest, allocator.allocated)
-        found[count] = allocator.allocated, highest, allocator.reserved
-    return [found[moment] for moment in moments]
+    return highest, allocator.reserved

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from estimator.sent import SHARES, Message
 
+MACHINE = 8  # GPUs; tensor parallelism stays within one
+
 
 @dataclasses.dataclass(frozen=True)
 class Link:

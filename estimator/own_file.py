@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from estimator import compose, fakes, own_stand_ins, trial
 from estimator.live_bytes import LiveBytes
+from estimator.network import MACHINE
 from estimator.places import Place, own_traceback, place_of
 from estimator.sent import Message
 from harness.cli import fail
@@ -31,7 +32,6 @@ from libraries import hub
 
 STEPS = 2
 SAMPLES = 16  # that are read for a batch, at most; it gets the size of the whole batch
-MACHINE = 8  # GPUs
 NEEDS = ("make_model", "make_data", "forward", "loss_of", "main")
 
 

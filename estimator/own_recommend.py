@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from estimator import compose, own_file
-from estimator.own_file import MACHINE, Found, fullest
+from estimator.network import MACHINE
+from estimator.own_file import Found, fullest
 
 # The order in which to use them, if they fit: first what divides the batch alone and waits for
 # nothing, then what computes twice, then what splits the model, then copies to CPU memory

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from estimator import network, techniques
+from estimator.network import MACHINE
 from estimator.techniques import Prediction, Setup
 from harness.cli import fail
 from parallel.pipelining import default_microbatches
 from theory import Decoder, by_dimension, decoder
 
-MACHINE = 8  # GPUs; tensor parallelism stays within one
 PCIE = 2.5e10  # bytes per second between a GPU and its host, of 32 GB/s of PCIe 4.0
 ENOUGH = 5  # stop after this many combinations that fit
 SECONDS = 45  # or after this time
@@ -270,11 +270,9 @@ def speed_of(job: Job, way: Way, link: dict) -> list[float]:
 # ------------------------------------------------------------------------------------ predicted
 
 
-def recommend(
-    job: Job, gpus: int, room: int, link: dict, at_once: int, enough: int = ENOUGH
-) -> list[Prediction]:
+def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[Prediction]:
     """The combinations that fit ``room`` bytes, :func:`in_order`; if none fits, the closest; or one
-    that has a mistake, if all have. Predicts until ``enough`` of them fit."""
+    that has a mistake, if all have. Predicts until ``ENOUGH`` of them fit."""
     ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
     ways = in_order(job, ways, link)
     print(f"predicting the best of {len(ways)} combinations, for {SECONDS} s", file=sys.stderr)
@@ -298,7 +296,7 @@ def recommend(
         if not chosen:
             break
         ahead = [one for one in good if place[one.technique.command] < place[chosen[0].command]]
-        if len(ahead) >= enough:
+        if len(ahead) >= ENOUGH:
             break
         ways = [way for way in ways if way not in chosen]
         try_out(chosen)
@@ -311,7 +309,7 @@ def recommend(
         try_out([min(every, key=lambda way: kept_at_least(job, way))])
     good.sort(key=lambda one: place.get(one.technique.command, 0))
     others.sort(key=lambda one: (bool(one.mistake), one.peak))
-    return good[:enough] or others[:1]
+    return good[:ENOUGH] or others[:1]
 
 
 def likely(job: Job, ways: list[Way], room: int, others: list[Prediction], n: int) -> list[Way]:

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from estimator import network
 from harness.cli import fail
 from jobs.sizes import is_decoder
 
@@ -15,7 +16,6 @@ GIB = 2**30
 WIDTH = 100  # of the output
 NAME = 37  # width of the technique column
 PHASES = {"forward": "activations", "backward": "temporary", "update": "update"}  # by kind
-MACHINE = 8  # GPUs
 LINES = 5  # of a user's file
 COLUMNS = {  # of a table: the kinds of memory in each
     "weights": ["parameters"],
@@ -153,8 +153,8 @@ def size_of(size: int) -> str:
 
 
 def print_ways(args, flags: list[str], found: list, at: str, speeds: list[list[float]]) -> None:
-    """Print each combination in a few lines, with its command; and with the speed of each that has
-    one, ``at`` an MFU, if these are known."""
+    """Print each combination in a few lines, with its command and, ``at`` an MFU, the speed of each
+    that has one."""
     print(
         f"{describe(flags)}, global batch {args.batch_size}, GPUs: {args.gpus} of "
         f"{args.memory:g} GiB, {args.spare:.2g} reserved:"
@@ -167,10 +167,9 @@ def print_ways(args, flags: list[str], found: list, at: str, speeds: list[list[f
         consists = ", ".join(f"{name} {in_words(n)}" for name, n in parts.items() if n > 2**16)
         print(f"\n{number}. {way.describe()}: peak {in_words(one.peak)} ({consists})")
         print(f"   {', '.join(costs_of(one))}")
-        if at:
-            none = "no tokens/s: only those of data parallelism were near published speeds"
-            said = "{:,.0f} to {:,.0f} tokens/s per GPU" if speeds[number - 1] else none
-            print("  ", said.format(*speeds[number - 1]))
+        none = "no tokens/s: only those of data parallelism were near published speeds"
+        said = "{:,.0f} to {:,.0f} tokens/s per GPU" if speeds[number - 1] else none
+        print("  ", said.format(*speeds[number - 1]))
         print(f"   {way.launch(flags, args.batch_size)}")
 
 
@@ -275,7 +274,7 @@ def print_file(args, found) -> None:
     sizes = by_group(found, WORDS)
     parts = [f"{name} {in_words(size)}" for name, size in sizes.items() if size > 2**14]
     print(textwrap.fill(", ".join(parts), WIDTH, initial_indent="  ", subsequent_indent="  "))
-    here = min(found.ranks, MACHINE)
+    here = min(found.ranks, network.MACHINE)
     machine = f", {in_words(here * found.host_each)} for {here} ranks" if here > 1 else ""
     first = f"; {in_words(found.host)} on rank 0, {found.host_at}"
     first = first if found.host > found.host_each else ""

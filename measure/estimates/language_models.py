@@ -95,9 +95,7 @@ def predict(row: dict) -> tuple[int, int]:
         live = run_program(row)
     if "graph" in row:
         live.reorder()
-    expandable = row.get("expandable", True)
-    [(_, of_tensors, reserved)] = replay(live, [len(live.changes)], expandable)
-    return of_tensors, reserved
+    return replay(live, row.get("expandable", True))
 
 
 def predict_all(rows: list[dict]) -> list[tuple[int, int]]:
