@@ -7,7 +7,6 @@ import ast
 import contextlib
 import dataclasses
 import importlib.util
-import io
 import os
 import sys
 import tempfile
@@ -25,8 +24,7 @@ from torch.utils import _pytree as pytree
 from estimator import compose, fakes, own_stand_ins, trial
 from estimator.live_bytes import LiveBytes
 from estimator.network import MACHINE
-from estimator.places import Place, own_traceback, place_of
-from estimator.sent import Message
+from estimator.places import Place, own_traceback
 from harness.cli import fail
 from libraries import hub
 
@@ -97,31 +95,18 @@ class Line:
 
 
 @dataclasses.dataclass
-class Found:
-    """What a file would take and send, on one rank."""
+class Found(trial.Outcome):
+    """What a file would take and send, on one rank; ``host`` is that of rank 0, which also exports;
+    ``inputs`` has the shapes of its batch."""
 
     name: str  # of the file
     ranks: int
     batch: int  # of all ranks
-    kinds: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes at the peak, by kind
-    lines: list[Line] = dataclasses.field(default_factory=list)  # likewise, largest first
+    lines: list[Line] = dataclasses.field(default_factory=list)  # at the peak, largest first
     at: Place | None = None  # the line that runs at the peak
     host_each: int = 0  # bytes in CPU memory of every rank, until the evaluation
-    host: int = 0  # of rank 0, which also exports
     host_at: str = ""  # when
-    messages: list[Message] = dataclasses.field(default_factory=list)  # of a step
-    inputs: str = ""  # shapes of this rank's batch
     stand_ins: list[str] = dataclasses.field(default_factory=list)
-    mistake: str = ""  # why there is no prediction, in one line
-    error: str = ""  # the traceback, if that was an error in the file, or a bug
-
-    @property
-    def peak(self) -> int:
-        return sum(self.kinds.values())
-
-    @property
-    def sent(self) -> float:
-        return sum(message.sent for message in self.messages)
 
 
 def ranks_of(module: ModuleType, ranks: int) -> list[int]:
@@ -144,24 +129,17 @@ def predict(module: ModuleType, ranks: int, has_half: bool = True, batch: int = 
     if batch:
         module.BATCH = batch
     found = Found(Path(module.__file__).name, ranks, module.BATCH)
-    complaint = io.StringIO()
-    try:
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
-            with contextlib.redirect_stdout(nothing):
-                run = Rehearsal(module, LiveBytes(finds_places=True), has_half, batch > 0)
-                run.run(ranks, rank=rank)
-    except trial.NEEDS_NUMBERS as error:
-        found.mistake = f"{place_of(error)}{trial.why_numbers(error)}"
-    except SystemExit as error:
-        said = error.code if isinstance(error.code, str) else complaint.getvalue()
-        found.mistake = f"{found.name} ends with: {' '.join(said.split())}"
-    except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        found.mistake = place_of(error) + said
-        found.error = own_traceback(error)
-    else:
+    run = Rehearsal(module, LiveBytes(finds_places=True), has_half, batch > 0)
+    with trial.explaining(found, partial(end_of, found.name)):
+        run.run(ranks, rank=rank)
+    if not found.mistake:
         run.report(found)
     return found
+
+
+def end_of(name: str, error: SystemExit, complaint: str) -> str:
+    said = error.code if isinstance(error.code, str) else complaint
+    return f"{name} ends with: {' '.join(said.split())}"
 
 
 def fullest(found: Iterable[Found]) -> Found:

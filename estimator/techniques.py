@@ -1,9 +1,7 @@
 """The techniques that are compared, and their predictions, each in a process of its own."""
 
-import contextlib
 import dataclasses
 import gc
-import io
 import itertools
 import multiprocessing
 import os
@@ -22,7 +20,6 @@ from tqdm import tqdm
 
 from estimator import trial
 from estimator.live_bytes import highest
-from estimator.places import own_traceback, place_of
 from estimator.sent import Message
 from techniques import TECHNIQUES, Case, Technique, technique
 
@@ -123,28 +120,14 @@ def make_technique(name: str, gpus: int, own: Sequence[str] = ()) -> Setup:
 
 
 @dataclasses.dataclass
-class Prediction:
-    """The memory and communication of the GPU with the highest peak."""
+class Prediction(trial.Outcome):
+    """The memory and communication of the GPU with the highest peak; ``inputs`` describes a
+    sample."""
 
     technique: Setup
     batch_size: int
-    kinds: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes at the peak, by kind
     peaks: Sequence[dict[str, int]] = ()  # of each part of the step: see :meth:`LiveBytes.peaks`
-    messages: Sequence[Message] = ()  # communication of a step
-    inputs: str = ""  # description of a sample
-    mistake: str = ""  # why there is no prediction, in one line
-    error: str = ""  # the traceback, if that was an error of the user's model or a bug
-    host: int = 0  # bytes in CPU memory
     most: int = 0  # the peak if all tokens are routed to the experts of one rank; 0: no matter
-
-    @property
-    def peak(self) -> int:
-        return sum(self.kinds.values())
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a rank sends per step."""
-        return sum(message.sent for message in self.messages)
 
 
 def predict(
@@ -152,32 +135,29 @@ def predict(
 ) -> Prediction:
     """Predict in this process, which cannot be used for anything else afterwards. For
     ``classes`` and ``layers`` see :func:`trial.run_script`."""
-    found = partial(Prediction, setup, batch_size)
-    complaint = io.StringIO()
+    found = Prediction(setup, batch_size)
     words = [*setup.command, *flags, "--batch-size", str(batch_size // setup.gpus)]
     options = {"rank": setup.rank, "steps": setup.steps, "to_one": setup.to_one, "layers": layers}
-    try:
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
-            with contextlib.redirect_stdout(nothing):
-                run = trial.run_script(words, setup.ranks, classes, **options)
-    except trial.NEEDS_NUMBERS as error:
-        return found(mistake=f"{place_of(error)}{trial.why_numbers(error)}")
-    except SystemExit:
-        _, _, said = complaint.getvalue().strip().rpartition(": error: ")
-        said = said.splitlines()[0] if said else "it ended before its first step"
-        return found(mistake=said + advice_on(said))
-    except Exception as error:
-        advice = advice_on(str(error))
-        said = " ".join(f"{type(error).__name__}: {error}".split())[: 200 - len(advice)] + advice
-        return found(mistake=place_of(error) + said, error=own_traceback(error))
-    live, inputs = run
-    peaks = live.peaks(setup.on_host)
-    kinds = dict(highest(peaks))
+    with trial.explaining(found, last_error):
+        live, found.inputs = trial.run_script(words, setup.ranks, classes, **options)
+    if found.mistake:
+        found.mistake += advice_on(found.mistake)
+        return found
+    found.messages = live.messages
+    found.peaks = live.peaks(setup.on_host)
+    found.kinds = dict(highest(found.peaks))
     # nn.DataParallel's first GPU holds the whole batch and scatters it.
-    kinds["input"] *= setup.gpus
+    found.kinds["input"] *= setup.gpus
     on_gpu = set(live.KINDS) - set(setup.on_host)
     host = live.peak((*on_gpu, "update"))  # the CPU's optimizer is fused
-    return found(kinds, peaks, live.messages, inputs, host=sum(host.values()))
+    found.host = sum(host.values())
+    return found
+
+
+def last_error(_: SystemExit, complaint: str) -> str:
+    """The line of a script that refuses its flags, without its usage."""
+    _, _, said = complaint.strip().rpartition(": error: ")
+    return said.splitlines()[0] if said else "it ended before its first step"
 
 
 def advice_on(message: str) -> str:

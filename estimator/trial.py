@@ -8,10 +8,11 @@ ends after two steps: the first allocates persistent memory, the second is count
 import contextlib
 import dataclasses
 import gc
+import io
 import os
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 import harness.world
 from estimator import fakes, gpu_rules
 from estimator.live_bytes import LiveBytes, storages_of
+from estimator.places import own_traceback, place_of
+from estimator.sent import Message
 from harness.data import TaskData
 from jobs.sizes import is_decoder
 
@@ -47,6 +50,46 @@ def why_numbers(error: Exception) -> str:
         use = "use torch.where or torch.cond"
     what = f"{what} the values of a tensor ({error.func}), which fake tensors do not have"
     return f"{what}; {use}"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Outcome:
+    """What a rank takes and sends, or why that is not known."""
+
+    kinds: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes at the peak, by kind
+    host: int = 0  # bytes in CPU memory
+    messages: Sequence[Message] = ()  # communication of a step
+    inputs: str = ""  # of this rank
+    mistake: str = ""  # why there is no prediction, in one line
+    error: str = ""  # the traceback, if that was an error of the user's or a bug
+
+    @property
+    def peak(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends per step."""
+        return sum(message.sent for message in self.messages)
+
+
+@contextlib.contextmanager
+def explaining(found: Outcome, of_exit: Callable[[SystemExit, str], str]) -> Iterator[None]:
+    """Print nothing; what ends the run is the mistake of ``found``. ``of_exit``: gets what a script
+    that exits printed on stderr, and returns the mistake."""
+    complaint = io.StringIO()
+    try:
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(complaint):
+            with contextlib.redirect_stdout(nothing):
+                yield
+    except NEEDS_NUMBERS as error:
+        found.mistake = f"{place_of(error)}{why_numbers(error)}"
+    except SystemExit as error:
+        found.mistake = of_exit(error, complaint.getvalue())
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        found.mistake = place_of(error) + said
+        found.error = own_traceback(error)
 
 
 class Finished(BaseException):
