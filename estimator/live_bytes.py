@@ -4,7 +4,8 @@ import collections
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from unittest import mock
 
 import torch
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -35,6 +36,7 @@ class LiveBytes(TorchDispatchMode):
         self.block = block
         self.finds_places = finds_places
         self.kind = "parameters"
+        self.before = ""  # the kind outside of the optimizer's step
         self.counts = True
         self.kinds: list[str] = []  # of each storage, by its number
         self.streams: list[int] = []  # likewise, of a GPU: FSDP communicates on its own
@@ -81,6 +83,17 @@ class LiveBytes(TorchDispatchMode):
             yield
         finally:
             self.kind = before
+
+    def begin_update(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """The optimizer's step begins."""
+        self.mark([p.grad for p in parameters if p.grad is not None], "gradients")
+        self.before = self.kind
+        self.kind = "update"
+
+    def end_update(self, optimizer: torch.optim.Optimizer) -> None:
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        self.mark(states, "optimizer")
+        self.kind = self.before
 
     def count(self, storage: torch.UntypedStorage, tensor: torch.Tensor | None = None) -> int:
         """Record a storage that is new or resized, of this tensor. Returns its number."""
@@ -187,11 +200,8 @@ class LiveBytes(TorchDispatchMode):
         return super().__enter__()
 
     def uncounted(self, *args):
-        before, self.counts = self.counts, False
-        try:
+        with mock.patch.object(self, "counts", False):
             return self.ask(*args)
-        finally:
-            self.counts = before
 
     def resized(self, storage: torch.UntypedStorage, size: int):
         result = self.resize(storage, size)

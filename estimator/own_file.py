@@ -178,7 +178,7 @@ class Rehearsal:
         own_stand_ins.install(self)
         self.replace_functions()
         hooks.register_optimizer_step_pre_hook(self.before_update)
-        hooks.register_optimizer_step_post_hook(self.after_update)
+        hooks.register_optimizer_step_post_hook(lambda one, *_: self.live.end_update(one))
         numbers = self.numbers if self.is_fake else contextlib.nullcontext()
         with tempfile.TemporaryDirectory() as folder:
             vars(self.module).update(OUT=folder, STEPS=STEPS, EVERY=STEPS)
@@ -278,15 +278,8 @@ class Rehearsal:
 
     def before_update(self, optimizer, *_) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.live.mark([p.grad for p in parameters if p.grad is not None], "gradients")
+        self.live.begin_update(parameters)
         self.live.mark(parameters, "parameters")
-        self.before = self.live.kind
-        self.live.kind = "update"
-
-    def after_update(self, optimizer, *_) -> None:
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        self.live.mark(states, "optimizer")
-        self.live.kind = self.before
 
     def report(self, found: Found) -> None:
         """Complete the prediction."""

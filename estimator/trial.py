@@ -141,13 +141,11 @@ class Job:
             storage.resize_(0)
         return module
 
-    def images(self, n: int, dtype: torch.dtype | None) -> Tensor:
-        images = torch.zeros(n, 3, self.args.image_size, self.args.image_size, dtype=dtype)
-        return images.contiguous(memory_format=self.order)
-
     def batch(self, n: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         if self.args.context is None:
-            return self.images(n, dtype), torch.zeros(n, dtype=torch.int64)
+            images = torch.zeros(n, 3, self.args.image_size, self.args.image_size, dtype=dtype)
+            images = images.contiguous(memory_format=self.order)
+            return images, torch.zeros(n, dtype=torch.int64)
         shape = (n, self.args.context) if self.is_gpt else (n,)
         rows = torch.zeros(n, *self.args.row, dtype=torch.int64)
         return rows, torch.zeros(shape, dtype=torch.int64)
@@ -200,7 +198,7 @@ class ShortRun:
         self.live.mark([*self.parameters, *model.buffers()], "parameters")
         # Of the outer one: ZeroRedundancyOptimizer broadcasts after the inner step.
         optimizer.register_step_pre_hook(self.before_update)
-        optimizer.register_step_post_hook(self.after_update)
+        optimizer.register_step_post_hook(lambda *_: self.live.end_update(self.optimizer))
         if any(getattr(self.args, name, None) for name in ("chunks", "loss_chunks")):
             model.blocks[-1].register_forward_hook(self.after_blocks)
         if self.total_steps == 1:  # its state must exist already
@@ -223,19 +221,12 @@ class ShortRun:
             self.live.mark([engine.optimizer.grad_partitions_flat_buffer], "gradients")
 
     def before_update(self, *_) -> None:
-        self.live.mark([p.grad for p in self.parameters if p.grad is not None], "gradients")
-        self.before = self.live.kind
-        self.live.kind = "update"
-        if self.before == "temporary":  # a hook updates in backward
+        self.live.begin_update(self.parameters)
+        if self.live.before == "temporary":  # a hook updates in backward
             self.live.name_phase("backward and optimizer")
         else:  # what follows backward, such as clipping, belongs to the optimizer
             self.live.name_phase("optimizer")
             self.live.begin_phase("optimizer")
-
-    def after_update(self, *_) -> None:
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        self.live.mark(states, "optimizer")
-        self.live.kind = self.before
 
     def batches(self, loader: Loader, epoch: int, dtype: torch.dtype | None = None):
         while self.step < self.total_steps:
@@ -292,7 +283,10 @@ def run_script(
     live = LiveBytes(block)
     ShortRun.live = live
     ShortRun.total_steps = steps
-    stand_in_for_training(common, job)
+    common.Run = ShortRun
+    common.make_datasets = job.make_datasets
+    common.make_loader = Loader
+    common.make_model = job.make_model
     nn.Module.to_empty = lambda module, **_: job.to_empty(module)
     common.init_weights = lambda *_: None  # fake tensors have no data
     language_models.init_weights = lambda *_: None
@@ -311,14 +305,6 @@ def run_script(
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
     del live.messages[ShortRun.sent :]  # those of the evaluation
     return live, job.describe()
-
-
-def stand_in_for_training(common, job: Job) -> None:
-    """Let a script that imports ``common`` train the job in a short run."""
-    common.Run = ShortRun
-    common.make_datasets = job.make_datasets
-    common.make_loader = Loader
-    common.make_model = job.make_model
 
 
 def prepare(ranks: int | None, as_on_a_gpu: bool = True, rank: int = 0) -> None:
@@ -347,20 +333,15 @@ def counting(live: LiveBytes, ranks: int | None, numbers=None) -> Iterator[None]
     make = saved_tensors_hooks.__init__  # what they make of activations is on the CPU
 
     def backward(*args, **kwargs):
-        before = live.kind
-        live.kind = "temporary"
         live.end_phase("forward")
-        call_backward(*args, **kwargs)
+        with live.of_kind("temporary"):
+            call_backward(*args, **kwargs)
         live.end_phase("backward")  # then the next micro-batch's forward or the optimizer
-        live.kind = before
 
     def make_hooks(hooks, pack, unpack):
         def pack_on_cpu(tensor):
-            before = live.kind
-            live.kind = "offloaded"
-            packed = pack(tensor)
-            live.kind = before
-            return packed
+            with live.of_kind("offloaded"):
+                return pack(tensor)
 
         def copy_back(packed):
             return unpack(packed).clone()  # on one device, save_on_cpu's unpack copies nothing
