@@ -13,9 +13,12 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from harness.cli import fail
-from harness.settings import spelled, values_of
+from harness.settings import flags_of, spelled
 from harness.stop import SIGNALS
 from harness.world import gather_objects
+
+# Each machine may have values of its own of these flags.
+BY_MACHINE = {"data_dir", "weights", "output_dir", "resume", "device", "workers", "timeout"}
 
 
 class TaskData(Dataset):
@@ -87,7 +90,8 @@ class TaskData(Dataset):
 def check_alike(args, train_set: TaskData, eval_set: TaskData) -> None:
     """Refuse flags and data that are not the same on every rank, as on machines with disks of their
     own: ranks would wait for each other, or train different models. All ranks call it."""
-    own = {spelled(name): value for name, value in values_of(args, "identity").items()}
+    names = {field.name for field in flags_of(args)} - BY_MACHINE
+    own = {spelled(name): getattr(args, name) for name in sorted(names)}
     own["commit of --weights"] = getattr(args, "revision", "")
     for split, dataset in {"training": train_set, "evaluation": eval_set}.items():
         for name, value in dataset.describe().items():

@@ -107,6 +107,7 @@ def test_folder(image_folder, tmp_path, capsys):
 
 
 UNLIKE = {"samples of the training set": "59", "--lr": "0.2", "commit of --weights": '"abc"'}
+UNLIKE |= {"--clip-grad": "9.0"}
 
 
 @pytest.mark.parametrize("name, other", UNLIKE.items())
