@@ -270,9 +270,11 @@ def speed_of(job: Job, way: Way, link: dict) -> list[float]:
 # ------------------------------------------------------------------------------------ predicted
 
 
-def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[Prediction]:
+def recommend(
+    job: Job, gpus: int, room: int, link: dict, at_once: int, enough: int = ENOUGH
+) -> list[Prediction]:
     """The combinations that fit ``room`` bytes, :func:`in_order`; if none fits, the closest; or one
-    that has a mistake, if all have. Predicts until ``ENOUGH`` of them fit."""
+    that has a mistake, if all have. Predicts until ``enough`` of them fit."""
     ways = [way for way in ways_of(job, gpus) if kept_at_least(job, way) <= room]
     ways = in_order(job, ways, link)
     print(f"predicting the best of {len(ways)} combinations, for {SECONDS} s", file=sys.stderr)
@@ -296,7 +298,7 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
         if not chosen:
             break
         ahead = [one for one in good if place[one.technique.command] < place[chosen[0].command]]
-        if len(ahead) >= ENOUGH:
+        if len(ahead) >= enough:
             break
         ways = [way for way in ways if way not in chosen]
         try_out(chosen)
@@ -309,7 +311,7 @@ def recommend(job: Job, gpus: int, room: int, link: dict, at_once: int) -> list[
         try_out([min(every, key=lambda way: kept_at_least(job, way))])
     good.sort(key=lambda one: place.get(one.technique.command, 0))
     others.sort(key=lambda one: (bool(one.mistake), one.peak))
-    return good[:ENOUGH] or others[:1]
+    return good[:enough] or others[:1]
 
 
 def likely(job: Job, ways: list[Way], room: int, others: list[Prediction], n: int) -> list[Way]:
