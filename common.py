@@ -25,7 +25,7 @@ import hangs
 import harness.world
 from harness import cli, data
 from harness.cli import ArgumentParser, check_writable, fail, import_optional, need_compiler, number
-from harness.data import TaskData, Unreadable
+from harness.data import TaskData, Unreadable, compare_flags
 from harness.measure import device_name, whole
 from harness.run import Run, total_steps
 from harness.settings import check_flags, fill, read_flags, replace
@@ -116,12 +116,15 @@ def prepare_process(args: Settings, several_launchers: bool = False) -> None:
 def announce(
     args: Settings, device: torch.device, readers: int | None = None, replicas: int = 1
 ) -> None:
-    """Print script, device and settings; then check the model's name, before loading data.
+    """Compare the flags of all ranks; print script, device and settings; check the model's name,
+    before loading data. All ranks call it, before they make groups that depend on flags.
 
     Args:
         readers: parts of the global batch; if there are more ranks, several process the same one.
         replicas: groups of ranks like these, between which the batch is divided, maybe unevenly.
     """
+    hangs.listen(args.timeout)
+    compare_flags(args)
     ranks = world().size
     readers = readers or world().size
     if replicas == 1 and args.batch_size % readers:
@@ -140,7 +143,6 @@ def announce(
     where = f"{ranks} x {device_name(device)}{backend}"
     print0(f"{this_script()}: {where}, {choice.kind_of(args)} {task}, {batch}")
     print0(f"settings: {cli.given_flags() or 'defaults'}{choice.describe_defaults(args)}")
-    hangs.listen(args.timeout)
     if not args.task.has_decoder:  # which has been checked
         args.task.models.check_model_name(args.model)
 
@@ -205,7 +207,7 @@ def make_datasets(args: Settings) -> tuple[TaskData, TaskData]:
     """The training and the evaluation set, of the same classes, the same on every rank. Resolves
     ``auto``. All ranks call it."""
     train_set, eval_set = args.task.data.make_datasets(args)
-    data.check_alike(args, train_set, eval_set)
+    data.compare_data(args, train_set, eval_set)
     return train_set, eval_set
 
 

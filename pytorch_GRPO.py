@@ -287,6 +287,7 @@ def main():
     )
     rank = dist.get_rank()  # DDP: from 0 to world_size - 1
     world_size = dist.get_world_size()
+    common.compare_flags(args)  # GRPO: as announce() does, which is about a data set
     common.seed_everything(args.seed + rank, args.deterministic)  # DDP: dropout differs by rank
     trains = rank < trainers  # GRPO: the first ranks; the others generate
 

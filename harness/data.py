@@ -15,10 +15,12 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 from harness.cli import fail
 from harness.settings import flags_of, spelled
 from harness.stop import SIGNALS
+from harness.storage import is_url
 from harness.world import gather_objects
 
 # Each machine may have values of its own of these flags.
-BY_MACHINE = {"data_dir", "weights", "output_dir", "resume", "device", "workers", "timeout"}
+BY_MACHINE = {"data_dir", "weights", "adapter", "output_dir", "resume", "store"}
+BY_MACHINE |= {"device", "workers", "timeout"}
 
 
 class TaskData(Dataset):
@@ -87,23 +89,41 @@ class TaskData(Dataset):
         return {"dataset": self.name, "train_samples": len(self), "classes": self.classes}
 
 
-def check_alike(args, train_set: TaskData, eval_set: TaskData) -> None:
-    """Refuse flags and data that are not the same on every rank, as on machines with disks of their
-    own: ranks would wait for each other, or train different models. All ranks call it."""
-    names = {field.name for field in flags_of(args)} - BY_MACHINE
-    own = {spelled(name): getattr(args, name) for name in sorted(names)}
-    own["commit of --weights"] = getattr(args, "revision", "")
+def compare_flags(args) -> None:
+    """Refuse flags that are not the same on every rank: ranks would wait for each other, or train
+    different models. All ranks call it, before their first collective that depends on a flag."""
+    own = {}
+    for name in sorted(field.name for field in flags_of(args)):
+        value = getattr(args, name)
+        if name in BY_MACHINE:
+            own[f"{spelled(name)} is a URL"] = is_url(value)  # which all ranks fetch together
+        else:
+            own[spelled(name)] = value
+    check_alike(own)
+
+
+def compare_data(args, train_set: TaskData, eval_set: TaskData) -> None:
+    """Refuse data and weights from the hub that are not the same on every rank, as on machines with
+    disks of their own. All ranks call it."""
+    own = {}
+    if commit := getattr(args, "revision", ""):  # one machine may have it as a folder
+        own["commit of --weights"] = commit
     for split, dataset in {"training": train_set, "evaluation": eval_set}.items():
         for name, value in dataset.describe().items():
             own[f"{name.removeprefix('train_')} of the {split} set"] = value
+    check_alike(own)
+
+
+def check_alike(own: dict) -> None:
+    """Refuse values that differ from those of the same name on another rank. All ranks call it."""
     texts = {name: json.dumps(value, default=str) for name, value in own.items()}
     sums = {n: t if len(t) < 50 else f"checksum {zlib.crc32(t.encode())}" for n, t in texts.items()}
     first, *others = gather_objects(sums)
     for rank, theirs in enumerate(others, 1):
-        for name, value in first.items():
-            if theirs.get(name) != value:
-                both = f"{value} on rank 0 and {theirs.get(name)} on rank {rank}"
-                fail(f"{name}: {both}; start all ranks with the same flags and the same files")
+        differ = [name for name, value in first.items() if theirs.get(name, value) != value]
+        if differ:
+            both = [f"{n}: {first[n]} on rank 0 and {theirs[n]} on rank {rank}" for n in differ]
+            fail(f"{'; '.join(both)}; start all ranks with the same flags and the same files")
 
 
 def how_many(args, split: str, available: int) -> int:

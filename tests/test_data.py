@@ -3,13 +3,14 @@
 import dataclasses
 import hashlib
 import pickle
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import HOOKED, ROOT, refused, succeed
+from conftest import HOOKED, ROOT, launch, refused, succeed
 from PIL import Image
 from torchvision.transforms.v2 import functional as reference
 
@@ -106,18 +107,54 @@ def test_folder(image_folder, tmp_path, capsys):
     assert not train_set.flip and "mirrored" not in capsys.readouterr().out
 
 
-UNLIKE = {"samples of the training set": "59", "--lr": "0.2", "commit of --weights": '"abc"'}
-UNLIKE |= {"--clip-grad": "9.0"}
+UNLIKE = {"samples of the training set": "59", "commit of --weights": '"abc"', "--lr": "0.2"}
+UNLIKE |= {"--data-dir is a URL": "true"}
 
 
 @pytest.mark.parametrize("name, other", UNLIKE.items())
-def test_ranks_with_other_data_or_flags_are_refused(name, other, image_folder, monkeypatch):
+def test_ranks_with_other_data_or_flags_are_refused(name, other, monkeypatch):
     """As on machines with disks of their own, which would otherwise wait for each other."""
-    found = "harness.data.gather_objects"
-    monkeypatch.setattr(found, lambda own: [own, own, own | {name: other}])
-    args = arguments(dataset="folder", data_dir=image_folder)
+    monkeypatch.setattr(Settings, "revision", "of rank 0")
+    monkeypatch.setattr(
+        "harness.data.gather_objects",
+        lambda own: [own, own, own | {name: other} if name in own else own],
+    )
+    args = arguments(dataset="synthetic", train_samples=60, eval_samples=9)
     with refused(f"{name}: ", f" on rank 0 and {other} on rank 2; start all ranks with the same"):
+        common.announce(args, torch.device("cpu"))
         common.make_datasets(args)
+
+
+def test_a_machine_may_have_places_of_its_own(monkeypatch):
+    """Also the files of a model whose name, on another machine, stands for a commit."""
+    rest = arguments(dataset="synthetic", train_samples=60, eval_samples=9, data_dir="/other")
+    monkeypatch.setattr("harness.data.gather_objects", lambda own: [own | of_rank_0, own])
+    of_rank_0 = {"--data-dir is a URL": "false", "commit of --weights": '"abc"'}
+    common.announce(rest, torch.device("cpu"))
+    common.make_datasets(rest)
+
+
+BY_RANK = [
+    ("pytorch_ND_parallel", "--tp 1", "--tp 2"),  # its groups would wait for each other
+    ("pytorch_GRPO", "--lr 0.1", "--lr 0.2"),  # trains on no data set
+    ("pytorch_torchrun_DDP --model gpt-nano", "--dataset synthetic", "--dataset text"),
+]
+
+
+@pytest.mark.parametrize("script, first, second", BY_RANK)
+def test_real_ranks_with_other_flags_end(script, first, second, tmp_path):
+    """Before they make groups or read data."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, runpy, sys\n"
+        f"sys.argv[:1] = ['{script.split()[0]}.py']\n"
+        f"sys.argv += {[first, second]}[int(os.environ['RANK'])].split()\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    flags = " ".join(script.split()[1:])
+    command = f"torchrun --standalone --nproc_per_node=2 {program} {flags} --output-dir {tmp_path}"
+    finished = launch(command, forked=True, PYTHONPATH=str(ROOT))
+    assert re.search(rf"(: |; ){first.split()[0]}: ", finished.refusal)
 
 
 def test_what_else_is_in_a_folder(image_folder, tmp_path, capsys):
