@@ -29,12 +29,11 @@ from typing import Any
 from estimator import network, tables
 from estimator.network import LINKS, link_of
 from harness import flops
-from harness.cli import check_writable, fail, make_parser, number
+from harness.cli import fail, make_parser, number
 from harness.settings import fill, spelled
 from harness.world import count_cores
 from jobs.sizes import is_decoder
 from libraries import hub
-from report import draw
 from techniques import TECHNIQUES
 
 # GiB, and dense TFLOP/s in half precision
@@ -133,7 +132,6 @@ def make_flags() -> argparse.ArgumentParser:
          "by --mfu)")
     flag("--from", type=Path, dest="measured", metavar="FILE",
          help="with --scale: take the compute time from the result.json of a single-rank run")
-    flag("--plot", type=Path, metavar="FILE.svg", help="with --scale: also draw a plot")
     flag("--json", action="store_true", help="print JSON, in bytes")
     flag("-h", "--help", action="help", help="print this help and exit")
     # fmt: on
@@ -201,10 +199,6 @@ def check(args) -> None:
         fail("--mfu is for tokens/s, which --recommend and --scale predict; use one of them")
     if args.mfu and args.scale and (args.step_ms or args.measured or not is_decoder(args.model)):
         fail("--mfu gives the compute time of a decoder's step; leave out --step-ms and --from")
-    if args.plot and (args.json or not args.scale):
-        fail(f"--plot {args.plot} needs --scale, and not --json")
-    if args.plot:
-        check_writable(args.plot.absolute().parent, f"--plot {args.plot}")
     if args.fit and args.memory is None:
         fail("--fit needs the --memory of a GPU, for example --memory 24")
     if args.recommend and (args.only or args.scale or args.fit or args.host_memory):
@@ -337,10 +331,6 @@ def scale(args, flags: list[str], chosen: list, predict, at_once: int) -> None:
     about = f"{inputs}, {each} samples per rank" + (f" {gpu_of(args)[1]}" if tokens else "")
     tables.print_scale(args, flags, about, (fast, slow), shares)
     tables.print_speeds(speeds if tokens else {})
-    if args.plot:
-        unit = f"% of a step that waits ({tables.describe(flags)})"
-        key = {"--": "with the best overlap"}
-        draw.draw(args.plot, draw.percent_by_ranks(unit, tables.waits_by_ranks(shares), RANKS, key))
 
 
 def compute_of(args, flags: list[str], each: int) -> tuple[float, float, int]:

@@ -380,14 +380,3 @@ def print_speeds(speeds: dict[str, dict[int, list[float]]]) -> None:
     for name, row in speeds.items():
         cells = [f"{low:,.0f}–{high:,.0f}" for low, high in (row[min(row)], row[max(row)])]
         print(f"{name}: {cells[0]} tokens/s per GPU on {min(row)}, {cells[1]} on {max(row):,}")
-
-
-def waits_by_ranks(shares: dict) -> dict[str, dict]:
-    """The lines of a plot of these shares, for :mod:`report.draw`."""
-    lines = {}
-    for name, row in shares.items():
-        ranks = tuple(row)
-        least = [100 * low for low, _ in row.values()]
-        most = [100 * high for _, high in row.values()]
-        lines[name] = {"-": (ranks, most), "--": (ranks, least)}
-    return lines
