@@ -24,6 +24,7 @@ from theory import Decoder, by_dimension, decoder
 PCIE = 2.5e10  # bytes per second between a GPU and its host, of 32 GB/s of PCIe 4.0
 ENOUGH = 5  # stop after this many combinations that fit
 SECONDS = 45  # or after this time
+PARTS = 3, 4  # of an accumulated batch, from which more are extrapolated
 # Of a step's compute: as far as predicted ratios of published speeds of data parallelism were off
 EQUAL = 0.06  # docs/reports/2026-11-published-models.md
 STATE = {"adamw": 16, "sgd": 12}  # bytes per parameter: fp32 weights, gradients, optimizer
@@ -39,6 +40,7 @@ class Way(Setup):
     accumulate: int = 1
     offload: bool = False
     microbatches: int = 1
+    parts: int = 0  # of the batch, if fewer are predicted
 
     @property
     def kind(self) -> tuple[int, ...]:
@@ -326,13 +328,48 @@ def likely(job: Job, ways: list[Way], room: int, others: list[Prediction], n: in
 
 
 def predict(job: Job, ways: list[Way], at_once: int) -> Iterator[Prediction]:
-    one = partial(techniques.predict, flags=job.flags, classes=job.vocabulary)
-    for found in techniques.predict_all(ways, one, job.batch_size, job.size.layers, at_once):
+    """Predict each; one that accumulates in many parts from a few of them."""
+    parts = []
+    for way in ways:
+        few = [in_parts(way, n) for n in PARTS]
+        parts.append(few if way.accumulate > 2 * sum(PARTS) else [way])
+    some = list(itertools.chain.from_iterable(parts))
+    one = partial(predict_parts, job)
+    predicted = techniques.predict_all(some, one, job.batch_size, job.size.layers, at_once)
+    for way, few in zip(ways, parts, strict=True):
+        found, *larger = [next(predicted) for _ in few]
+        if larger:
+            found = accumulated(way, found, *larger)
         if found.error:
             raise RuntimeError(found.error)
         if "(--help lists" in found.mistake:  # the script has no such flag, with any combination
             fail(found.mistake)
         yield found
+
+
+def in_parts(way: Way, parts: int) -> Way:
+    """The way with so many parts, each as large."""
+    few = dataclasses.replace(way, accumulate=parts, parts=way.accumulate)
+    return dataclasses.replace(few, command=(way.command[0], *few.words()))
+
+
+def predict_parts(job: Job, way: Way, batch_size: int, **options) -> Prediction:
+    """In this process, which cannot be used for anything else afterwards."""
+    share = way.accumulate * batch_size // (way.parts or way.accumulate)
+    return techniques.predict(way, share, job.flags, job.vocabulary, **options)
+
+
+def accumulated(way: Way, few: Prediction, more: Prediction) -> Prediction:
+    """Each part between the first and the last takes the same memory and sends the same."""
+    technique = dataclasses.replace(way, rank=more.technique.rank)
+    if few.mistake or more.mistake:
+        wrong = more if more.mistake else few
+        return dataclasses.replace(wrong, technique=technique)
+    times = way.accumulate - PARTS[0]
+    kinds = {kind: size + times * (more.kinds[kind] - size) for kind, size in few.kinds.items()}
+    messages = techniques.with_more(few.messages, more.messages, times)
+    found = {"kinds": kinds, "messages": messages, "technique": technique}
+    return dataclasses.replace(more, **found)
 
 
 def would_fit(job: Job, gpus: int, room: int) -> list[str]:

@@ -180,12 +180,17 @@ def extrapolate(small: Prediction, large: Prediction, times: int) -> Prediction:
     peaks = []
     for few, many in zip(small.peaks, large.peaks, strict=True):
         peaks.append({kind: few[kind] + times * (many[kind] - few[kind]) for kind in few})
-    few = sum_messages(small.messages)
-    many = sum_messages(large.messages)
-    messages = [dataclasses.replace(m, size=few[m] + times * (many[m] - few[m])) for m in many]
+    messages = with_more(small.messages, large.messages, times)
     host = small.host + times * (large.host - small.host)
     found = {"kinds": highest(peaks), "peaks": peaks, "messages": messages, "host": host}
     return dataclasses.replace(small, **found)
+
+
+def with_more(small: Iterable[Message], large: Iterable[Message], times: int) -> list[Message]:
+    """Add the difference to the smaller ones, ``times`` times."""
+    few = sum_messages(small)
+    many = sum_messages(large)
+    return [dataclasses.replace(m, size=few[m] + times * (many[m] - few[m])) for m in many]
 
 
 def sum_messages(messages: Iterable[Message]) -> Counter:

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import HOOKED, refused
+from conftest import HOOKED, ROOT, refused, succeed
 from test_estimate import TEXT, estimate, live_bytes
 
 from estimate import gpu_of, job_of, parse_args
@@ -120,6 +120,32 @@ def test_a_large_model_is_predicted_by_two_small_ones(only):
     assert [row["sent"] for row in rows] == [row["sent"] for row in whole]
 
 
+MANY_PARTS = """
+from estimate import job_of, parse_args
+from estimator import recommend
+
+words = "--model llama-2x4x64 --context 64 -b 64 --gpus 2 --memory 24 --recommend"
+job = job_of(*parse_args(words.split()))
+ways = [way for way in recommend.ways_of(job, 2) if way.accumulate == 16 and way.ac == "full"]
+few = list(recommend.predict(job, ways, 2))
+recommend.PARTS = 16, 16
+for one, whole in zip(few, recommend.predict(job, ways, 2), strict=True):
+    print(one.technique.describe())
+    for name in ("technique", "kinds", "host", "sent"):
+        assert getattr(one, name) == getattr(whole, name), name
+"""
+
+
+@pytest.mark.full
+def test_a_batch_in_many_parts_is_predicted_by_few(tmp_path):
+    """To the byte of what all parts take and send."""
+    program = tmp_path / "program.py"
+    program.write_text(MANY_PARTS)
+    finished = succeed(f"python {program}", PYTHONPATH=str(ROOT))
+    tried = " ".join(finished.lines)
+    assert all(name in tried for name in ("DDP 2", "FSDP 2", "TP 2", "CP 2", "offload"))
+
+
 def job_for(words):
     args, flags = parse_args([*words.split(), "--recommend"])
     return args, job_of(args, flags)
@@ -127,10 +153,10 @@ def job_for(words):
 
 def test_an_unknown_flag_is_not_tried_with_other_meshes(monkeypatch):
     one = techniques.Prediction(None, 8, mistake="unrecognized: --dtpe (--help lists the flags)")
-    monkeypatch.setattr(techniques, "predict_all", lambda *_: [one])
+    monkeypatch.setattr(techniques, "predict_all", lambda *_: iter([one]))
     _, job = job_for("--model gpt2 --memory 24")
     with refused("--dtpe"):
-        next(recommend.predict(job, [], 1))
+        next(recommend.predict(job, [*recommend.ways_of(job, 1)][:1], 1))
 
 
 def cost(ranks, **dimensions):
