@@ -313,6 +313,9 @@ def check_not_replaced(args) -> None:
     replaced = {"model.pt", "model.safetensors", "config.json", "snapshots", "previous"}
     if path == own or own in path.parents and path.relative_to(own).parts[0] in replaced:
         fail(f"--weights {args.weights} would be overwritten; give another --output-dir")
+    if args.revision and path.parent in [own, *own.parents]:
+        why = f"is in a folder with which {args.weights} would be a path, and no name on the hub"
+        fail(f"--output-dir {args.output_dir} {why}; give another")
 
 
 def has_pretrained(args) -> bool:

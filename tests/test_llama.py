@@ -31,7 +31,7 @@ import common
 import model_inference
 from harness.settings import read_flags
 from inference.trained import Trained
-from jobs.choice import Settings
+from jobs.choice import Settings, check_not_replaced
 from jobs.sizes import size_of_name
 from libraries import hub, peft_folder
 
@@ -350,6 +350,8 @@ def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch, capsys):
     (tmp_path / "models--org--tiny" / "refs" / "main").write_text("abc")
     assert hub.is_folder("org/tiny") and hub.folder_of("org/tiny") == folder
     assert Settings(model="llama", weights="org/tiny").revision == "abc"
+    with refused("--output-dir org/tuned is in a folder with which org/tiny would be a path"):
+        check_not_replaced(Settings(model="llama", weights="org/tiny", output_dir="org/tuned"))
     given = model_inference.locate_weights(Trained(weights=Path("org/tiny")))
     assert given.weights == folder
     asked = "--weights org/tiny: no such folder here; looking for it on https://huggingface.co"
