@@ -12,4 +12,4 @@ cat > model/config.json <<'CONFIG'
  "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000, "rms_norm_eps": 1e-06,
  "hidden_act": "silu", "attention_bias": false, "tie_word_embeddings": true, "torch_dtype": "bfloat16"}
 CONFIG
-python "$root/estimate.py" my_fsdp.py --gpus 8 --memory H100 2>&1
+python "$root/estimate.py" my_fsdp.py --gpus 8 --memory H100
