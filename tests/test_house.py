@@ -57,7 +57,7 @@ BUDGETS = {
     "website": 592,
     "measure": 1900,
     "tests": 11150,
-    "common.py": 235,
+    "common.py": 236,
     "techniques.py": 222,
     "theory.py": 192,
 }
