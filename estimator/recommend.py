@@ -166,7 +166,8 @@ def divisors_of(n: int) -> list[int]:
 
 def messages(job: Job, way: Way, link: dict) -> dict[str, float]:
     """Seconds that a rank sends per step, by dimension, from the bytes of the root's list; of large
-    groups, which FSDP and its replicas have, also the latencies. ``link``: see :func:`cost_of`."""
+    groups, which FSDP, its replicas and CP have, also the latencies. ``link``: see
+    :func:`cost_of`."""
     options = {
         "decoder": job.decoder, "dtype": "bfloat16" if job.bytes == 2 else "float32",
         "dp_replicate": way.replicate, "dp_shard": way.shard, "tp": way.tp, "cp": way.cp,
@@ -176,6 +177,7 @@ def messages(job: Job, way: Way, link: dict) -> dict[str, float]:
     shards = way.shard * way.cp
     units = way.accumulate * (job.size.layers / way.pp + 1)  # blocks, and what is in none
     hops = {"shard": 3 * units * (shards - 1), "replicate": 2 * units * math.log2(way.replicate)}
+    hops["cp"] = 3 * units * (way.cp - 1)  # keys and values in forward, and again with gradients
     groups = {  # how many ranks, and how far apart they are
         "tp": (way.tp, 1), "cp": (way.cp, way.tp), "shard": (shards, way.tp),
         "replicate": (way.replicate, way.tp * shards), "pp": (way.pp, way.ranks // way.pp),
@@ -296,7 +298,9 @@ def recommend(
         for way in ways:
             if way.kind not in done:
                 first.setdefault(way.kind, way)
-        chosen = list(first.values())[:at_once]
+        # Alone, as it takes seconds, and a ring of many ranks beside it minutes
+        chosen = [way for way in first.values() if way.compared] or list(first.values())
+        chosen = chosen[:at_once]
         if not chosen:
             break
         ahead = [one for one in good if place[one.technique.command] < place[chosen[0].command]]
