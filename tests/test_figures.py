@@ -56,6 +56,16 @@ def test_a_range_says_how_far_both_ends_are_off():
     assert predictions.off({"published": 50, "lowest": 40, "highest": 52}) == "-20.0% to +4.0%"
 
 
+def test_a_recommendation_of_the_site_is_made_again():
+    """By its program; the others by the command that the page shows."""
+    committed = CELLS["gpt-12x12x768 on 1 H100"]
+    given = ("gpt-12x12x768", 1, "H100")
+    code = f"import json; from website import make_data; print(json.dumps(make_data.cell{given}))"
+    again = json.loads(succeed(["python", "-c", code]).stdout)
+    assert again.pop("peak") == pytest.approx(committed["peak"], rel=0.01)
+    assert again.items() <= committed.items()
+
+
 @pytest.mark.full  # the largest models: the usual golden rows are those above
 @pytest.mark.parametrize("name", CELLS)
 def test_recommendations(name):
