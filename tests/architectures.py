@@ -39,29 +39,6 @@ class TwoInputs(nn.Module):
         return self.first(x) + y, {"second": y}
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(32, 128)
-        self.down = nn.Linear(128, 32)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
-
-class Residual(nn.Module):
-    """Its activations are larger than its weights, and it needs no library."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class Denoiser(nn.Module):
     """A diffusion step: images with noise, and a time for each."""
 
@@ -112,7 +89,6 @@ def clip():
 ARCHITECTURES = {
     "two_inputs": lambda: (TwoInputs(), (torch.zeros(2, 8), torch.zeros(2, 6))),
     "denoiser": denoiser,
-    "residual": lambda: (Residual(), torch.zeros(2, 64, 32), lambda out, _: out.square().mean()),
     "translator": lambda: (Translator(), (torch.zeros(2, 16, 32), torch.zeros(2, 8, 32))),
     "reader": lambda: (Reader(), (torch.zeros(2, 12, 8), torch.zeros(2, 12, 8))),
     "segmentation": segmentation,

@@ -1,4 +1,4 @@
-"""estimate.py FILE: a file with any architecture, and what is recommended for one."""
+"""estimate.py FILE: a file with any architecture."""
 
 import json
 import re
