@@ -23,6 +23,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from fork_server import Server
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -398,6 +399,14 @@ def train(request, run_once):
         return state, result
 
     return get
+
+
+@pytest.fixture
+def alone():
+    """This process is a group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -8,22 +8,15 @@ import importlib
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import HOOKED, ROOT, cases, launch, launcher, read_run, succeed
+from conftest import HOOKED, cases, launch, launcher, read_run, succeed
 from torch import nn
+
+from pytorch_DDP_by_hand import Bucket as DDPBucket
+from pytorch_FSDP_by_hand import Bucket as FSDPBucket
 
 JOB = "--dataset synthetic --train-samples 24 --eval-samples 8 --batch-size 8 --max-steps 3"
 GPT = f"{JOB} --model gpt-2x2x64 --context 16"
 ALL = ["pytorch_DDP_by_hand", "pytorch_ZeRO_by_hand", "pytorch_FSDP_by_hand"]
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """This process as the only rank, and a function that imports a script."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield importlib.import_module
-    dist.destroy_process_group()
 
 
 @cases("script", ALL, lambda script: "ZeRO" in script)
@@ -47,9 +40,9 @@ def test_messages_of_a_step(average, n, tmp_path):
 
 @pytest.mark.parametrize("script", ALL[:2])
 def test_buckets_are_filled_in_the_order_of_backward(script, alone):
-    script = alone(script)
+    script = importlib.import_module(script)
     parameters = [nn.Parameter(torch.zeros(n)) for n in (10, 20, 30, 40, 50)]
-    alone("pytorch_FSDP_by_hand").Bucket(parameters, nn.Identity())  # where DDP leaves them
+    FSDPBucket(parameters, nn.Identity())  # where DDP leaves them
     for size, filled in [(0, [1, 1, 1, 1, 1]), (130, [1, 1, 2, 1]), (390, [3, 2]), (600, [5])]:
         buckets = script.make_buckets(parameters, size)
         assert [len(bucket.parameters) for bucket in buckets] == filled
@@ -60,9 +53,8 @@ def test_buckets_are_filled_in_the_order_of_backward(script, alone):
 
 def test_a_bucket_is_sent_with_its_last_gradient(alone):
     """While backward has others to compute: so with the last layer's gradient, not the first's."""
-    script = alone("pytorch_DDP_by_hand")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    buckets = [script.Bucket(list(layer.parameters())) for layer in model]
+    buckets = [DDPBucket(list(layer.parameters())) for layer in model]
     sent = []  # at each gradient, from the last to the first
     for bucket in buckets:
         for p in bucket.parameters:

@@ -17,6 +17,7 @@ from test_text import settled
 import common
 from jobs import classifiers, encoder, language_models
 
+pytestmark = pytest.mark.usefixtures("double")
 GPT = "--model gpt-2x2x16 --context 8 --dataset synthetic --train-samples 20 --eval-samples 4"
 GPT += " --batch-size 8 --epochs 3 --seed 3 --double"  # two steps an epoch
 IMAGES = GPT.replace("gpt-2x2x16 --context 8", "small_resnet").replace("--seed 3", "--seed 4")
@@ -36,13 +37,6 @@ OF_IMAGES = [
     ("", "SGD", {"lr": 0.01, "momentum": 0.9}, 0.0005, HALF_COSINE),
     ("--optimizer adamw", "AdamW", {"lr": 0.001}, 0.01, HALF_COSINE),
 ]
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def gpt(weights, tokens):

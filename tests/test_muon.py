@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import launcher, read_run, relative_difference, succeed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -43,10 +42,9 @@ def test_uneven(train, tmp_path):
     assert relative_difference(read_run(tmp_path)[0], expected) < 1e-11
 
 
-def test_rows_are_normalized(become):
+def test_rows_are_normalized(become, alone):
     """As NorMuon is defined, for one matrix on one rank."""
     become(size=1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (1,))
     weight = distribute_tensor(torch.randn(6, 4, dtype=torch.float64), mesh, [Shard(0)])
@@ -65,7 +63,6 @@ def test_rows_are_normalized(become):
         update = update / (mean.sqrt() + 1e-8)
         update = update * (0.2 * 24**0.5 / update.norm())
         torch.testing.assert_close(weight.to_local().detach(), before - 0.1 * update)
-    dist.destroy_process_group()
 
 
 @pytest.mark.full

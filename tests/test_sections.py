@@ -52,14 +52,6 @@ def test_what_generates_alone_is_tested():
         assert line.startswith("...") or line.strip() in function, line
 
 
-@pytest.fixture
-def alone():
-    """One rank, without others."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 # ------------------------------------------------------------------------------------ a debugger
 @pytest.mark.full  # of a library alone
 def test_a_debugger_on_one_rank(tmp_path):
