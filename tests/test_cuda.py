@@ -17,7 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import common
 import harness.world
-from harness import clock, result, state
+from harness import result, state
 from harness.data import TaskData
 from jobs import classifiers, images, llama, sizes, text
 from parallel import attention_kernels
@@ -228,17 +228,6 @@ def gpus(cuda, monkeypatch):
     """Of which tensors have no data."""
     monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
     return FakeGpus(cuda)
-
-
-def test_the_clock_of_a_process_that_goes_on(cuda):
-    """It has a warm-up of its own, and the steps of the process before."""
-    ours = clock.StepClock([torch.device("cuda:1")])
-    ours.before = [0.05] * 3
-    ours.start()
-    for _ in range(12):
-        ours.tick()
-    ours.end_epoch()
-    assert ours.settled() == [0.05] * 3 + [0.1] * 6
 
 
 def test_get_device(cuda, become, monkeypatch):
