@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import launcher, read_run, relative_difference, succeed
+from conftest import cases, launcher, read_run, relative_difference, succeed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import _muon
@@ -33,11 +33,15 @@ def test_orthogonalize(shape):
     assert values.min() > 0.3 and values.max() < 1.3
 
 
-def test_uneven(train, tmp_path):
-    """On four ranks, and then on three."""
-    expected, _ = train("pytorch_SingleGPU", 1, f"{UNEVEN} --max-steps 12")
+WHOLE = {"": "pytorch_SingleGPU", "--normalize rows": "pytorch_Muon"}  # flags, and what is right
+
+
+@cases("flags", WHOLE, lambda flags: not flags)
+def test_uneven(flags, train, tmp_path):
+    """On four ranks, and then on three, as on one: PyTorch's, but for normalized rows."""
+    expected, _ = train(WHOLE[flags], 1, f"{UNEVEN} {flags} --max-steps 12")
     for n, steps in [(4, 5), (3, 12)]:
-        command = f"{launcher('pytorch_Muon', n)} {JOB} {UNEVEN} --max-steps {steps}"
+        command = f"{launcher('pytorch_Muon', n)} {JOB} {UNEVEN} {flags} --max-steps {steps}"
         succeed(f"{command} --resume auto --output-dir {tmp_path}", forked=True)
     assert relative_difference(read_run(tmp_path)[0], expected) < 1e-11
 
@@ -63,19 +67,6 @@ def test_rows_are_normalized(become, alone):
         update = update / (mean.sqrt() + 1e-8)
         update = update * (0.2 * 24**0.5 / update.norm())
         torch.testing.assert_close(weight.to_local().detach(), before - 0.1 * update)
-
-
-@pytest.mark.full
-def test_normalized_rows_on_any_number_of_ranks(tmp_path):
-    """On four ranks, then on three, as on one."""
-    weights = []
-    for name, runs in (("one", [(1, 8)]), ("several", [(4, 4), (3, 8)])):
-        for n, steps in runs:
-            command = f"{launcher('pytorch_Muon', n)} {JOB} {UNEVEN} --normalize rows"
-            command += f" --max-steps {steps} --resume auto --output-dir {tmp_path / name}"
-            succeed(command, forked=True)
-        weights.append(read_run(tmp_path / name)[0])
-    assert relative_difference(*weights) < 1e-11
 
 
 @pytest.mark.full
