@@ -57,13 +57,8 @@ def test_result(run):
     script, world_size, finished, output = run
     result = json.loads((output / "result.json").read_text())
     expected = {"technique": script, "world_size": world_size, "device": "cpu", "steps": STEPS}
-    expected |= {
-        "model": "squeezenet1_1",
-        "dataset": "synthetic",
-        "precision": "float32",
-        "seed": 5,
-    }
-    expected |= {"train_samples": 125, "eval_samples": 53, "image_size": 32, "epochs": 2}
+    expected |= {"model": "squeezenet1_1", "dataset": "synthetic", "precision": "float32"}
+    expected |= {"seed": 5, "train_samples": 125, "eval_samples": 53, "image_size": 32, "epochs": 2}
     expected |= {"global_batch_size": 24, "optimizer": "sgd", "options": {}}
     assert {name: result[name] for name in expected} == expected
     if (script, world_size) == LAUNCHED:
