@@ -7,7 +7,7 @@ import re
 import psutil
 import pytest
 import torch
-from conftest import cases, launcher, refused, relative_difference, started, succeed, wait_for
+from conftest import cases, launcher, relative_difference, started, succeed, wait_for
 
 import common
 import pytorch_GRPO as script
@@ -139,19 +139,6 @@ def test_tokens_are_drawn_by_their_probabilities(read_flags):
     torch.testing.assert_close(logprobs.exp().flatten(), expected[tokens.flatten()])
 
 
-MISTAKES = [
-    (2, "--generators 2", "leaves no trainer of 2 ranks", "--nproc_per_node=3"),
-    (4, "--prompts 1 --group-size 2", "2 completions are too few for 4 ranks", "more"),
-    (4, "--prompts 1 --group-size 2 --generators 3", "2 completions are too few", "fewer ranks"),
-]
-
-
-@pytest.mark.parametrize("ranks, flags, why, remedy", MISTAKES)
-def test_ranks_that_cannot_share_the_work(ranks, flags, why, remedy, read_flags):
-    with refused(why, remedy):
-        script.check_ranks(read_flags(flags), ranks)
-
-
 @pytest.mark.full
 def test_nobody_waits_for_a_generator_that_has_died(tmp_path):
     """As typed: it is torchrun that ends the others."""
@@ -162,14 +149,3 @@ def test_nobody_waits_for_a_generator_that_has_died(tmp_path):
         [generator] = [rank for rank in ranks if rank.environ().get("RANK") == "2"]
         generator.kill()
         assert run.end().code == 1
-
-
-@pytest.mark.full
-def test_one_process_says_how_to_start():
-    with started("python pytorch_GRPO.py --device cpu") as run:
-        assert "use --nproc_per_node=2 or more" in run.end().refusal
-
-
-def test_flags_without_a_meaning_are_refused(read_flags):
-    with refused("unrecognized arguments: --resume auto"):
-        read_flags("--resume auto")
