@@ -377,18 +377,11 @@ def test_a_row_once_more(checkout):
     assert before == {path: path.read_text() for path in checkout.glob("results/*.*")}
     [line] = run(checkout, "--suite quick --only b --again", code=3).errors
     assert "b failed" in line
-    [line] = run(checkout, "--suite outputs --again", code=2).errors
-    assert "--again measures rows" in line
 
 
 def test_tables_need_neither_pytorch_nor_matplotlib():
     code = "import sys, benchmark; print({'torch', 'matplotlib'} & {*sys.modules})"
     assert succeed(f'python -c "{code}"').stdout.strip() == "set()"
-
-
-def test_common_changes_no_page(checkout):
-    (checkout / "common.py").write_text("changed = True")
-    assert not changes(checkout), "python benchmark.py --render"
 
 
 def test_an_english_page_may_change_alone(checkout):
