@@ -51,8 +51,7 @@ def test_where_it_is_exact(flags, n, other, ranks, close, train):
     flags, _, every = flags.partition(" --sync-every ")
     expected, expected_result = train(other, ranks, flags)
     weights, result = train(f"{LOCAL} --sync-every {every}", n, flags)
-    difference = relative_difference(weights, expected)
-    assert difference <= close
+    assert relative_difference(weights, expected) <= close
     assert result["steps"] == 12
     for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)

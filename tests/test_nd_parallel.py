@@ -83,8 +83,7 @@ def test_parity(dimensions, model, optimizer, extra, train):
     given = f"{job} {flags.replace('--tie', '').replace('--packed', '')}"
     weights, result = train("pytorch_ND_parallel", n, given)
     assert list(weights) == list(expected)
-    difference = relative_difference(weights, expected)
-    assert difference < TOLERANCE[optimizer]
+    assert relative_difference(weights, expected) < TOLERANCE[optimizer]
     for name in ("train_loss", "eval_loss", "eval_accuracy"):
         assert result[name] == pytest.approx(expected_result[name], rel=1e-9)
 

@@ -12,7 +12,7 @@ from textwrap import indent
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, succeed
+from conftest import ROOT, run_program, succeed
 from test_docs import ROWS, WORDS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -126,8 +126,7 @@ def test_f1_over_all_ranks():
 def test_area_over_unequal_ranks(tmp_path):
     pytest.importorskip("torchmetrics")
     [_, area] = code_of("your_own_model", "Accuracy, F1 and AUC")
-    (tmp_path / "script.py").write_text(AREA.format(area))
-    succeed(f"torchrun --standalone --nproc_per_node=2 {tmp_path}/script.py", forked=True)
+    run_program(AREA.format(area), 2, tmp_path)
 
 
 def test_loggers_on_rank_0(tmp_path):
