@@ -249,9 +249,12 @@ def succeed(command, **options):
 
 
 def run_program(text, n, folder):
-    """Lines of Python on n ranks, which can import our files."""
+    """Lines of Python on n ranks, which can import our files. They have json, torch and dist, and
+    all ranks in a group."""
+    imports = "import json, torch, torch.distributed as dist"
+    begin = f"{imports}\ndist.init_process_group('gloo')\n"
     program = folder / "program.py"
-    program.write_text(text)
+    program.write_text(f"{begin}{text}\ndist.destroy_process_group()\n")
     command = f"torchrun --standalone --nproc_per_node={n} {program}"
     return succeed(command, forked=True, PYTHONPATH=str(ROOT))
 

@@ -16,8 +16,6 @@ import pytorch_CP as script
 """
 # Calls an attention as a layer does, and counts.
 ONE_LAYER = """
-import json, torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from estimator.live_bytes import LiveBytes
 
@@ -34,7 +32,6 @@ def keep(tensor):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
     return tensor
 
-dist.init_process_group("gloo")
 n = dist.get_world_size()
 for name in ("ring", "allgather", "ulysses"):
     own = [torch.randn(3, 12, 24 // n, 5, requires_grad=True) for _ in range(3)]
@@ -47,7 +44,6 @@ for name in ("ring", "allgather", "ulysses"):
         torch.autograd.grad(attend(*long).sum(), long)
     peak = sum(live.peak().values()) / long[0].nbytes
     print(json.dumps([name, kept, count.pairs, peak]) + "\\n", end="", flush=True)
-dist.destroy_process_group()
 """
 
 
@@ -72,8 +68,6 @@ def test_a_layer(n, tmp_path):
 
 
 PYTORCH = """
-import torch
-import torch.distributed as dist
 from torch.nn import functional
 ours = script.attention_kernels
 ours.has_kernel = lambda q: False
@@ -91,7 +85,6 @@ kernels.impl("_scaled_dot_product_efficient_attention_backward", backward, "CPU"
 from torch.distributed.device_mesh import DeviceMesh
 make_mesh = DeviceMesh.from_group
 DeviceMesh.from_group = lambda group, device: make_mesh(group, "cpu")
-dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
 attend = ours.pytorch_ring()
 torch.manual_seed(0)
@@ -109,7 +102,6 @@ backward = torch.autograd.grad(found, own, script.attention.shard(gradient, 2))
 for ours, theirs in [(found, expected), *zip(backward, gradients)]:
     torch.testing.assert_close(ours, script.attention.shard(theirs, 2))
 print("the same\\n", end="", flush=True)
-dist.destroy_process_group()
 """
 
 
