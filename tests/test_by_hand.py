@@ -29,13 +29,11 @@ def test_plain_python_is_a_world_of_one(script, tmp_path):
 
 
 @cases("average, n", [("each", 62), ("buckets", 7), ("overlap", 7)], lambda *row: "overlap" in row)
-def test_messages_of_a_step(average, n, tmp_path):
+def test_messages_of_a_step(average, n, run_once):
     """Of ResNet-18: 62 tensors, which take 45 MB."""
-    command = launcher("pytorch_DDP_by_hand", 2, HOOKED)
-    flags = f"--model resnet18 --average {average} --output-dir {tmp_path}"
-    succeed(f"{command} {JOB} {flags}", forked=True, HOOKS="sent")
-    _, result = read_run(tmp_path)
-    assert result["calls"] == {"allreduce": n}
+    flags = f"{JOB} --model resnet18 --average {average}"
+    _, output = run_once("pytorch_DDP_by_hand", 2, flags, "sent")
+    assert read_run(output)[1]["calls"] == {"allreduce": n}
 
 
 @pytest.mark.parametrize("script", ALL[:2])

@@ -299,14 +299,13 @@ for name, start in whole.items():
     found = [getattr(one[name], "full_tensor", lambda: one[name])() for one in (shards, average)]
     torch.testing.assert_close(found[0], expected)
     torch.testing.assert_close(found[1], 24 * start)
-print("the same")
 """
 
 
 def test_an_average_of_shards_sends_nothing(tmp_path):
     """Of FSDP, HSDP and TP, of both, and of a tensor that every rank has; in uneven shards."""
     functions = read("ema").partition("\n\n\ndef main")[0]
-    assert run_program(functions + AVERAGES, 4, tmp_path).stdout.count("the same") == 4
+    run_program(functions + AVERAGES, 4, tmp_path)
 
 
 APART_HEADS = """

@@ -5,7 +5,7 @@ import json
 from fractions import Fraction
 
 import pytest
-from conftest import HOOKED, TABLES, cases, launcher, relative_difference, succeed
+from conftest import HOOKED, TABLES, cases, relative_difference, succeed
 
 from parallel.pipelining import SCHEDULES, divide
 from website.schedules import UNITS, end_times, formula, order_of, plan
@@ -42,11 +42,10 @@ def test_ranks_are_idle_as_long_as_the_formula_says(schedule, ranks):
 
 
 @cases("schedule", SCHEDULES, lambda schedule: schedule in ("1f1b", "zbv"))
-def test_ranks_compute_in_the_order_that_is_counted(schedule, tmp_path):
-    command = launcher(SCRIPT(schedule), 3, HOOKED)
-    succeed(f"{command} {JOB} --max-steps 2 --output-dir {tmp_path}", forked=True, HOOKS="parts")
+def test_ranks_compute_in_the_order_that_is_counted(schedule, run_once):
+    _, output = run_once(SCRIPT(schedule), 3, f"{JOB} --max-steps 2", "parts")
     order = order_of(schedule, 3, 6)
-    ranks = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("parts-*.json"))]
+    ranks = [json.loads(file.read_text()) for file in sorted(output.glob("parts-*.json"))]
     for step in zip(*ranks, strict=True):
         for parts, expected in zip(step, order, strict=True):
             assert [tuple(part) for part in parts] == expected
@@ -63,11 +62,10 @@ def test_micro_batches_share_the_matrices_in_bfloat16(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["pytorch_PP", "pytorch_PP_by_hand"])
-def test_weights_are_not_gathered_as_objects(script, tmp_path):
+def test_weights_are_not_gathered_as_objects(script, run_once):
     """Of which rank 0 would have several copies, as large as the model: here 400 kB a block."""
     flags = "--model gpt-2x2x128 --context 8 --dataset synthetic --max-steps 1 --batch-size 8"
-    command = f"{launcher(script, 2, HOOKED)} {flags} --output-dir {tmp_path}"
-    succeed(command, forked=True, HOOKS="objects:50000")
+    run_once(script, 2, flags, "objects:50000")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
