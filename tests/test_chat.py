@@ -143,9 +143,8 @@ def test_templates_that_lose_something(template):
     """Or that write no end, so that a model would not learn to stop. Such data has to bring it."""
     said = [("user", "rain?"), ("assistant", "look"), ("tool", "wet"), ("assistant", "yes")]
     messages = [{"role": role, "content": content} for role, content in said]
-    tokenizer = make_tokenizer(
-        f"{{% for m in messages %}}{{{{ m.role }}}} {template}{{% endfor %}}"
-    )
+    loop = f"{{% for m in messages %}}{{{{ m.role }}}} {template}{{% endfor %}}"
+    tokenizer = make_tokenizer(loop)
     with pytest.raises(ValueError, match=LOSES[template]):
         conversations.documents_of(json.dumps({"messages": messages}), tokenizer)
     if "end" in LOSES[template]:

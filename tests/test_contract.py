@@ -48,10 +48,10 @@ def is_usual(one):
     return one.model == "gpt" and one.is_first
 
 
-@pytest.mark.parametrize(
-    "one",
-    tries(is_usual, tuple(TOLERANCE), ("gpt", "tied", "llama", "images"), more=PACKED),
-)
+TRIES = tries(is_usual, tuple(TOLERANCE), ("gpt", "tied", "llama", "images"), more=PACKED)
+
+
+@pytest.mark.parametrize("one", TRIES)
 def test_contract(one, run_once):
     finished, folder = trained(one, run_once)
     weights, result = read_run(folder)
@@ -76,9 +76,8 @@ def check_files(one, folder, weights, result):
     theirs = events | waits | weights_too | {"model.pt", "result.json", "snapshots"}
     assert names == theirs, f"it left {names - theirs or 'nothing more'}, but no {theirs - names}"
     expected = {"technique": one.technique.script, "world_size": one.n, "device": "cpu"}
-    optimizer = {"Muon": "muon", "low_bit_optimizer": "adamw-8bit"}.get(
-        one.technique.name, one.optimizer
-    )
+    own = {"Muon": "muon", "low_bit_optimizer": "adamw-8bit"}
+    optimizer = own.get(one.technique.name, one.optimizer)
     expected |= {"optimizer": optimizer, "global_batch_size": one.batch}
     assert {name: result[name] for name in expected} == expected
     dtype = torch.float32 if one.rounds else torch.float64
@@ -175,9 +174,8 @@ def check_parity(one, run_once, folder, weights, result):
     if "own_files" in one.technique.traits or one.technique.name == "Muon":  # with other tensors
         return
     snapshot = f"snapshots/step-{SAVED:08}"
-    difference = relative_difference(
-        tensors_of(folder / snapshot), tensors_of(reference / snapshot)
-    )
+    ours, theirs = (tensors_of(place / snapshot) for place in (folder, reference))
+    difference = relative_difference(ours, theirs)
     assert difference < 1e-9, f"its snapshot is {difference:.1e} off that of the single process"
 
 
@@ -257,9 +255,10 @@ def freezes(one):
     return usual and (one.case, one.n, one.model) == (case, ranks, model)
 
 
-@pytest.mark.parametrize(
-    "one", tries(freezes, models=("gpt", "images"), but=("LoRA", "QLoRA", "differs"))
-)
+FROZEN = tries(freezes, models=("gpt", "images"), but=("LoRA", "QLoRA", "differs"))
+
+
+@pytest.mark.parametrize("one", FROZEN)
 def test_what_is_frozen_is_left_alone(one, run_once):
     """By hooks, reductions, norms and optimizers, on every rank: as in the single process."""
     if one.model == "images" and torch.__version__ < "2.14":

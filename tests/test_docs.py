@@ -318,10 +318,10 @@ def anchors(page):
     return [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
 
 
-@pytest.mark.parametrize(
-    "child, parent",
-    [(t.name, t.parent) for t in TECHNIQUES if t.parent and t.name != "ND_parallel"],
-)
+CHILDREN = [(t.name, t.parent) for t in TECHNIQUES if t.parent and t.name != "ND_parallel"]
+
+
+@pytest.mark.parametrize("child, parent", CHILDREN)
 def test_a_script_is_its_parent_and_a_technique(child, parent):
     """Most lines of the parent's code are in the child, letter for letter and in order; DDP,
     DeepSpeed and tensor parallelism, the largest steps, bound both numbers. (ND_parallel is made

@@ -36,9 +36,8 @@ def test_each_weight_becomes_the_nearest_value_times_its_scale():
     values = NF4.double() * blocks.abs().amax(2, keepdim=True)  # [rows, blocks, 16]
     nearest = (blocks.unsqueeze(3) - values.unsqueeze(2)).abs().amin(3)
     torch.testing.assert_close((found - blocks).abs(), nearest, rtol=1e-5, atol=1e-6)
-    assert torch.equal(quantize(found.flatten(1), 64), packed), (
-        "rounding twice is not rounding once"
-    )
+    again = quantize(found.flatten(1), 64)
+    assert torch.equal(again, packed), "rounding twice is not rounding once"
 
 
 @pytest.mark.full

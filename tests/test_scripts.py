@@ -80,9 +80,8 @@ def test_result(run):
     assert set(result["state_bytes"]) == {"parameters", "gradients", "optimizer"}
     assert set(result["state_bytes"].values()) == {4 * parameters}
     assert result["versions"]["torch"] == torch.__version__
-    commit = subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    command = ["git", "-C", ROOT, "rev-parse", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     assert (result["git_commit"] or "").removesuffix("-dirty") == commit
 
 

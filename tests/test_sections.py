@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, run_program, succeed
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_docs import ROWS, WORDS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -126,9 +127,6 @@ def test_area_over_unequal_ranks(tmp_path):
 
 def test_loggers_on_rank_0(tmp_path):
     """In ddp.py, on two ranks, which lose their last checkpoint and start again."""
-    event_accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
     text = (ROOT / "examples" / "ddp.py").read_text().replace("EVERY = ", "EVERY = 2  # ")
     for number, block in enumerate(code_of("your_own_model", "W&B, TensorBoard or MLflow")):
         before, _, each = re.sub(r"(?<!\.)\blog\b", f"log{number}", block).rpartition("\n\n")
@@ -144,7 +142,7 @@ def test_loggers_on_rank_0(tmp_path):
     said = (tmp_path / "runs" / "said").read_text().splitlines()
     run = (out / "wandb-id").read_text()
     assert said == [f"{run} allow", "2", "4", f"{run} allow", "4", "6"]
-    reader = event_accumulator.EventAccumulator(str(out / "tensorboard"))
+    reader = EventAccumulator(str(out / "tensorboard"))
     reader.Reload()
     assert [event.step for event in reader.Scalars("loss/evaluation")] == [2, 4, 6]
 

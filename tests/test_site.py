@@ -267,9 +267,8 @@ def test_the_schedule(page, site):
         bubble = form.locator('[data-result="schedule-bubble"]').inner_text()
         assert f"{100 * found['bubble']:.1f}% of the time" in bubble
         assert form.locator("rect").count() == sum(map(len, found["rows"]))
-        parts = form.locator("rect").evaluate_all(
-            "all => all.map(x => x.getBoundingClientRect().right)"
-        )
+        right = "all => all.map(x => x.getBoundingClientRect().right)"
+        parts = form.locator("rect").evaluate_all(right)
         assert max(parts) <= form.bounding_box()["x"] + form.bounding_box()["width"]
 
 
