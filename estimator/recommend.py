@@ -299,8 +299,8 @@ def recommend(
             if way.kind not in done:
                 first.setdefault(way.kind, way)
         # Alone, as it takes seconds, and a ring of many ranks beside it minutes
-        chosen = [way for way in first.values() if way.compared] or list(first.values())
-        chosen = chosen[:at_once]
+        compared = [way for way in first.values() if way.compared]
+        chosen = (compared or list(first.values()))[:at_once]
         if not chosen:
             break
         ahead = [one for one in good if place[one.technique.command] < place[chosen[0].command]]
@@ -359,21 +359,19 @@ def in_parts(way: Way, parts: int) -> Way:
 
 def predict_parts(job: Job, way: Way, batch_size: int, **options) -> Prediction:
     """In this process, which cannot be used for anything else afterwards."""
-    share = way.accumulate * batch_size // (way.parts or way.accumulate)
-    return techniques.predict(way, share, job.flags, job.vocabulary, **options)
+    batch_size = batch_size * way.accumulate // (way.parts or way.accumulate)
+    return techniques.predict(way, batch_size, job.flags, job.vocabulary, **options)
 
 
 def accumulated(way: Way, few: Prediction, more: Prediction) -> Prediction:
     """Each part between the first and the last takes the same memory and sends the same."""
     technique = dataclasses.replace(way, rank=more.technique.rank)
     if few.mistake or more.mistake:
-        wrong = more if more.mistake else few
-        return dataclasses.replace(wrong, technique=technique)
+        return dataclasses.replace(more if more.mistake else few, technique=technique)
     times = way.accumulate - PARTS[0]
     kinds = {kind: size + times * (more.kinds[kind] - size) for kind, size in few.kinds.items()}
     messages = techniques.with_more(few.messages, more.messages, times)
-    found = {"kinds": kinds, "messages": messages, "technique": technique}
-    return dataclasses.replace(more, **found)
+    return dataclasses.replace(more, kinds=kinds, messages=messages, technique=technique)
 
 
 def would_fit(job: Job, gpus: int, room: int) -> list[str]:
