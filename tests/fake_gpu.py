@@ -191,7 +191,8 @@ class FakeGpus(FakeTensorMode):
                 assert len({(t.device, t.dtype, t.shape, t.stride()) for t in tensors}) == 1
             return None
         if name == "copy_" and not isinstance(args[0], FakeTensor):
-            self.note("to cpu", args[0].dtype)
+            waits = len(args) < 3 or not args[2]  # non_blocking
+            self.note("to cpu" if waits else "to cpu, later", args[0].dtype)
             return args[0].zero_()
         sent = name == "_to_copy" and not fakes
         if sent:
