@@ -127,7 +127,7 @@ def check_copies(log, batch_size):
     assert not [what for what in sent if what not in (index, crops) and what[1].count(",") > 1]
     step = 0
     waits = set()
-    for name, *what in log[first:last]:
+    for name, *_ in log[first:last]:
         step += name == "step"
         if name == "to cpu":
             waits.add(step)
