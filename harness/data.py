@@ -103,11 +103,9 @@ def compare_flags(args) -> None:
 
 
 def compare_data(args, train_set: TaskData, eval_set: TaskData) -> None:
-    """Refuse data and weights from the hub that are not the same on every rank, as on machines with
+    """Refuse data and initial weights that are not the same on every rank, as on machines that have
     disks of their own. All ranks call it."""
-    own = {}
-    if commit := getattr(args, "revision", ""):  # one machine may have it as a folder
-        own["commit of --weights"] = commit
+    own = {"checksum of --weights": args.checksum}
     for split, dataset in {"training": train_set, "evaluation": eval_set}.items():
         for name, value in dataset.describe().items():
             own[f"{name.removeprefix('train_')} of the {split} set"] = value

@@ -205,13 +205,16 @@ class Settings(
         return str(hub.folder_of(self.weights).absolute())
 
     @property
-    def revision(self) -> str:
-        """The commit that this machine has of a decoder on the hub; empty for other weights."""
-        if "/" not in self.weights or not self.task.has_decoder:
-            return ""
-        from libraries import hub
+    def checksum(self) -> int:
+        """Of the files of ``--weights`` on this machine, from which each rank of a decoder reads
+        its shards; 0 for others, which rank 0 reads for all."""
+        if self.weights == "none" or not self.task.has_decoder:
+            return 0
+        from libraries import hub, weights
 
-        return hub.folder_of(self.weights).name if hub.is_name(self.weights) else ""
+        if hub.is_folder(self.weights) and not weights.is_snapshot(self.weights):
+            return weights.checksum(hub.folder_of(self.weights))
+        return weights.checksum(weights.locate(self.weights))
 
 
 def add_all_flags(
@@ -313,7 +316,11 @@ def check_not_replaced(args) -> None:
     replaced = {"model.pt", "model.safetensors", "config.json", "snapshots", "previous"}
     if path == own or own in path.parents and path.relative_to(own).parts[0] in replaced:
         fail(f"--weights {args.weights} would be overwritten; give another --output-dir")
-    if args.revision and path.parent in [own, *own.parents]:
+    if "/" in args.weights and args.task.has_decoder and path.parent in [own, *own.parents]:
+        from libraries import hub
+
+        if not hub.is_name(args.weights):
+            return
         why = f"is in a folder with which {args.weights} would be a path, and no name on the hub"
         fail(f"--output-dir {args.output_dir} {why}; give another")
 

@@ -5,6 +5,7 @@ import functools
 import re
 import sys
 import warnings
+import zlib
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from harness.world import gather_objects, print0, world
 NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # on the hub: OWNER/NAME
 INSIDE = "state_dict", "model_state_dict", "model", "module"  # where a checkpoint has a state dict
 ADAPTERS = "adapters: load them and their base with peft, or train with --merge"  # of LoRA
+OF_TENSORS = ".safetensors", ".pt", ".bin", ".distcp"  # how names of files end
+PIECE = 2**20  # bytes
 WRAPPERS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."  # in names
 
 
@@ -36,6 +39,22 @@ def locate(place: Path | str) -> Path:
 
 def is_snapshot(place: Path | str) -> bool:
     return any((locate(place) / name).is_file() for name in ("state.pt", ".metadata"))
+
+
+def checksum(path: Path) -> int:
+    """Of a file, or the files of tensors in a folder or a snapshot: of their sizes and of three
+    pieces of each, as training changes all of a model."""
+    found = 0
+    inside = sorted([*path.glob("*"), *path.glob(f"{TENSORS}/*")])
+    files = [file for file in inside if file.suffix in OF_TENSORS]
+    for file in files or [path]:
+        size = file.stat().st_size
+        found = zlib.crc32(str(size).encode(), found)
+        with open(file, "rb") as opened:
+            for start in (0, size // 2, max(0, size - PIECE)):
+                opened.seek(start)
+                found = zlib.crc32(opened.read(PIECE), found)
+    return found
 
 
 def why_unusable(place: Path | str) -> str:

@@ -12,12 +12,14 @@ import torch
 import torchvision
 from conftest import HOOKED, ROOT, launch, refused, succeed
 from PIL import Image
+from safetensors.torch import save_file
 from torchvision.transforms.v2 import functional as reference
 
 import common
 from harness import data
 from jobs import images as job
 from jobs.choice import Settings
+from libraries import weights
 
 JOB = "--dataset synthetic --train-samples 100 --eval-samples 12 --batch-size 24 --epochs 2"
 JOB += " --norm group --model small_resnet"
@@ -107,14 +109,13 @@ def test_folder(image_folder, tmp_path, capsys):
     assert not train_set.flip and "mirrored" not in capsys.readouterr().out
 
 
-UNLIKE = {"samples of the training set": "59", "commit of --weights": '"abc"', "--lr": "0.2"}
+UNLIKE = {"samples of the training set": "59", "checksum of --weights": "7", "--lr": "0.2"}
 UNLIKE |= {"--data-dir is a URL": "true"}
 
 
 @pytest.mark.parametrize("name, other", UNLIKE.items())
 def test_ranks_with_other_data_or_flags_are_refused(name, other, monkeypatch):
     """As on machines with disks of their own, which would otherwise wait for each other."""
-    monkeypatch.setattr(Settings, "revision", "of rank 0")
     monkeypatch.setattr(
         "harness.data.gather_objects",
         lambda own: [own, own, own | {name: other} if name in own else own],
@@ -125,13 +126,18 @@ def test_ranks_with_other_data_or_flags_are_refused(name, other, monkeypatch):
         common.make_datasets(args)
 
 
-def test_a_machine_may_have_places_of_its_own(monkeypatch):
-    """Also the files of a model whose name, on another machine, stands for a commit."""
-    rest = arguments(dataset="synthetic", train_samples=60, eval_samples=9, data_dir="/other")
-    monkeypatch.setattr("harness.data.gather_objects", lambda own: [own | of_rank_0, own])
-    of_rank_0 = {"--data-dir is a URL": "false", "commit of --weights": '"abc"'}
-    common.announce(rest, torch.device("cpu"))
-    common.make_datasets(rest)
+def test_a_machine_may_have_places_of_its_own(monkeypatch, tmp_path):
+    """With other weights there, each rank would read its shards from another model."""
+    found = {}
+    for place, value in {"a": 1.0, "b": 1.0, "c": 2.0}.items():
+        (tmp_path / place).mkdir()
+        save_file({"weight": torch.full((9,), value)}, tmp_path / place / "model.safetensors")
+        found[place] = weights.checksum(tmp_path / place)
+    assert found["a"] == found["b"] != found["c"]
+    args = arguments(dataset="synthetic", train_samples=60, eval_samples=9, data_dir="/other")
+    monkeypatch.setattr("harness.data.gather_objects", lambda own: [own, own])
+    common.announce(args, torch.device("cpu"))
+    assert weights.checksum(tmp_path / "a" / "model.safetensors") == found["a"]
 
 
 BY_RANK = [

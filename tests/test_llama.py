@@ -33,7 +33,7 @@ from harness.settings import read_flags
 from inference.trained import Trained
 from jobs.choice import Settings, check_not_replaced
 from jobs.sizes import size_of_name
-from libraries import hub, peft_folder
+from libraries import hub, peft_folder, weights
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -349,7 +349,7 @@ def test_a_name_on_the_hub_is_found_in_the_cache(tmp_path, monkeypatch, capsys):
     (tmp_path / "models--org--tiny" / "refs").mkdir()
     (tmp_path / "models--org--tiny" / "refs" / "main").write_text("abc")
     assert hub.is_folder("org/tiny") and hub.folder_of("org/tiny") == folder
-    assert Settings(model="llama", weights="org/tiny").revision == "abc"
+    assert Settings(model="llama", weights="org/tiny").checksum == weights.checksum(folder) > 0
     with refused("--output-dir org/tuned is in a folder with which org/tiny would be a path"):
         check_not_replaced(Settings(model="llama", weights="org/tiny", output_dir="org/tuned"))
     given = model_inference.locate_weights(Trained(weights=Path("org/tiny")))
