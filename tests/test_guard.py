@@ -10,7 +10,7 @@ from conftest import cases, hooked, launch, state, succeed, tensors_of
 
 from techniques import TECHNIQUES
 
-JOB = "--dataset synthetic --train-samples 288 --eval-samples 12 --batch-size 24 --epochs 1"
+JOB = "--dataset synthetic --train-samples 384 --eval-samples 12 --batch-size 32 --epochs 1"
 JOB += " --model small_resnet --print-freq 5 --snapshot-every 3"
 GRADIENT = "the gradient of conv1.weight is NaN or Inf"
 STAGE = "pytorch_DeepSpeed --deepspeed_config config/zero_stage{}_config.json".format
@@ -93,7 +93,7 @@ OUT = "the model's output is NaN or Inf"
 IN_FLOAT16 = "pytorch_auto_mixed_precision --dtype float16"
 TINY = "--image-size 8"  # a CPU takes long for convolutions in float16
 SPOILT = "--on-nan stop --lr 1e38 --warmup-steps 0 --norm group --model shufflenet_v2_x0_5"
-ENDS = "--norm group --max-steps 8 --epochs 2 --print-freq 6 --train-samples 96"
+ENDS = "--norm group --max-steps 8 --epochs 2 --print-freq 6 --train-samples 128"
 FOUND = [  # script, ranks, poison, flags, and what the line of the end says
     ("pytorch_torchrun_DDP", 2, "input,1,1,1", "--on-nan stop", f"step 1: {OUT} on rank 1; "),
     # Not on the others, whose gradients are averaged with it:
