@@ -158,7 +158,7 @@ class FakeGpus(FakeTensorMode):
         self.note = cuda.note
         self.cuda = cuda
         self.computed = set()  # which operation, where, on which dtypes: the first two
-        self.model = None
+        self.model = torch.nn.Module()  # until it is there
         self.number = 1  # that any tensor holds when it is fetched
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -367,14 +367,15 @@ def stand_in_for_drivers(fake, harness):
                     weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
                     for hook in (weight._post_accumulate_grad_hooks or {}).values():
                         hook(weight)
-        if hasattr(fake.model, "_get_fsdp_state"):  # reduce-scatters them, where hooks have not
-            state = fake.model._get_fsdp_state()
-            state._state_ctx.manual_backward_finalization_active = False  # PyTorch 2.15 asks
-            state._root_post_backward_final_callback()
+        # FSDP reduce-scatters them, where hooks have not, or leaves them to its pipeline
+        for unit in [m for m in fake.model.modules() if hasattr(m, "_get_fsdp_state")][:1]:
+            unit._get_fsdp_state()._register_root_post_backward_final_callback()
 
     fake_tensor.init_gpu_context = lambda device: None  # PyTorch 2.11 makes it a real tensor
     tensor = torch.tensor
     torch.tensor = lambda *args, pin_memory=False, **options: tensor(*args, **options)
+    engine = SimpleNamespace(queue_callback=lambda callback: callback())
+    torch.autograd.Variable._execution_engine = engine  # whose backward has ended
     torch.Tensor.backward = backward
     torch.autograd.backward = lambda tensors, *_, **__: [backward(tensor) for tensor in tensors]
     dist.Reducer.prepare_for_forward = dist.Reducer.prepare_for_backward = lambda *_: None
