@@ -108,10 +108,9 @@ def check_tensors(seen, script, dtype, gpu):
     loss = dtype if autocast else FP32
     assert of["_log_softmax"] == {(gpu, loss), (gpu, FP32)}  # in training, in evaluation
     steps = {name: kinds for name, kinds in of.items() if name.startswith("_fused")}
-    name = script.split()[0]
-    of_dtensors = ("FSDP", "HSDP", "SimpleFSDP_by_hand", "optimizer_in_backward")
-    of_dtensors = name.removeprefix("pytorch_") in of_dtensors  # which have none
-    assert steps == ({} if of_dtensors else {"_fused_sgd_": {(gpu, weights)}})
+    name = script.split()[0].removeprefix("pytorch_")
+    of_dtensors = name in ("FSDP", "HSDP", "SimpleFSDP_by_hand", "optimizer_in_backward")
+    assert steps == ({} if of_dtensors else {"_fused_sgd_": {(gpu, weights)}})  # they have none
 
 
 def check_copies(log, batch_size):
@@ -176,9 +175,11 @@ def test_a_shard_of_a_gpt_on_a_gpu(script, n, tmp_path):
     log = seen.log
     gpu = f"cuda:{n - 1}"
     check_begin(log, n, gpu)
-    assert [["model", f"float32 on {gpu}"]] == [entry for entry in log if entry[0] == "model"]
-    batches = [entry[1:] for entry in log if entry[0] == "step"]
-    assert [[batch[0], batch[3]] for batch in batches] == 8 * [[gpu, gpu]]
+    frozen = re.findall(r"LoRA --dtype (\w+)", script)
+    kinds = ["bfloat16"] if "--bf16-weights" in script else [*frozen, FP32]
+    model = ["model", *(f"{kind} on {gpu}" for kind in kinds)]
+    assert [model] == [entry for entry in log if entry[0] == "model"]
+    assert 8 * [[gpu, gpu]] == [[entry[1], entry[4]] for entry in log if entry[0] == "step"]
     step = 0
     waits = {}
     for what, *more in log:
@@ -259,8 +260,7 @@ def test_zero_resumes_with_its_steps_on_the_gpu(gpus, tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with gpus:
         model = torch.nn.Linear(4, 2, bias=False, device="cuda:0")
-        kind = torch.optim.AdamW
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, fused=True)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True)
         dist.destroy_process_group()  # which could not send what is fake
         state.load(tmp_path, {"param_groups": []}, model, optimizer)
     [found] = optimizer.optim.state.values()
