@@ -57,7 +57,8 @@ def test_a_layer(n, tmp_path):
     for name in kept:
         of_ranks = [pairs for its_name, _, pairs, _ in lines if its_name == name]
         heads = 1 / n if name == "ulysses" else 1
-        assert max(of_ranks) < 1.1 * min(of_ranks), "all ranks have as much work"
+        # The first chunk alone is a whole causal block, of which half is computed: 162 and 180 of 2
+        assert max(of_ranks) < 1.12 * min(of_ranks), f"{name}: {sorted(of_ranks)}"
         assert sum(of_ranks) * heads < (1 + 0.51 / n) * 24**2 / 2, "and hardly what none sees"
     for name, bytes_kept, _, peak in lines:
         # In units of a shard. Allgather has all keys and values, and their gradients. Scores of a
