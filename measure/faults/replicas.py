@@ -93,7 +93,7 @@ def run_trials(args, folder):
             again = 1
             faults = [faults[0]._replace(kind="kill")]
             other = rng.choice([r for r in range(REPLICAS) if r != faults[0].replica])
-            faults.append(Fault(other, rng.randrange(RANKS), HOLD, "in state", "kill"))
+            faults.append(Fault(other, rng.randrange(RANKS), 1, "in state", "kill"))
         trials.append((folder / str(number), faults, again))
 
     lock = threading.Lock()  # a cache has none

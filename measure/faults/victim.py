@@ -7,8 +7,8 @@ FAULT says what happens: a JSON object with
              (for ever) or sleep (for a minute); skip, order, shape or dtype: what this rank gets
              wrong of collectives that all ranks call
     rank     whose
-    step     at which step; of a phase that belongs to a snapshot: while the first snapshot is
-             written at this step or a later one
+    step     at which step; of a phase that belongs to a snapshot, or "in state": while the first is
+             written, or sent, at this step or a later one
     phase    data, forward, backward, optimizer; before sum, in sum, before vote, after vote,
              in state, of pytorch_fault_tolerance.py; during write, before rename, after rename
     samples  optional, by step: the positions in its batch that a single process trains on
@@ -70,8 +70,8 @@ def happen(phase):
     global armed
     if phase == "enters a list" and world().restarts:
         Path(f"{FAULT['events']}-again").touch()
-    saving = phase in ("during write", "before rename", "after rename")
-    due = step >= FAULT["step"] if saving else step == FAULT["step"]
+    first = phase in ("during write", "before rename", "after rename", "in state")
+    due = step >= FAULT["step"] if first else step == FAULT["step"]
     if not armed or phase != FAULT["phase"] or not due or FAULT["kind"] in COLLECTIVES:
         return
     armed = False
