@@ -47,7 +47,7 @@ def checksum(path: Path) -> int:
     found = 0
     inside = sorted([*path.glob("*"), *path.glob(f"{TENSORS}/*")])
     files = [file for file in inside if file.suffix in OF_TENSORS]
-    for file in files or [path]:
+    for file in files if path.is_dir() else [path]:
         size = file.stat().st_size
         found = zlib.crc32(str(size).encode(), found)
         with open(file, "rb") as opened:
