@@ -140,3 +140,9 @@ def test_a_suite_that_was_stopped_is_a_result(tmp_path, monkeypatch):
     (results / "gpu.json").write_text('{"complete": true}')
     gpu_session.report("cuda", work, results, None)
     assert json.loads((results / "gpu.json").read_text()) == {"complete": True}
+
+
+def test_a_text_of_gpt2s_size(tmp_path):
+    gpu_session.write_text(tmp_path / "text")
+    text = (tmp_path / "text").read_text()
+    assert len(set(text)) == 50_257 and len(text) * 9 // 10 > 720 * 1024
