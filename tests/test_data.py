@@ -135,8 +135,15 @@ def test_a_machine_may_have_places_of_its_own(monkeypatch, tmp_path):
         found[place] = weights.checksum(tmp_path / place)
     assert found["a"] == found["b"] != found["c"]
     args = arguments(dataset="synthetic", train_samples=60, eval_samples=9, data_dir="/other")
-    monkeypatch.setattr("harness.data.gather_objects", lambda own: [own, own])
+    compared = {}
+
+    def gather(own):
+        compared.update(own)
+        return [own]
+
+    monkeypatch.setattr("harness.data.gather_objects", gather)
     common.announce(args, torch.device("cpu"))
+    assert "/other" not in str(compared) and compared["--train-samples"] == "60"
     assert weights.checksum(tmp_path / "a" / "model.safetensors") == found["a"]
 
 
